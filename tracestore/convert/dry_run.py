@@ -161,12 +161,11 @@ class _Trial(Conversion):
         super()._convert_one(writer, stream, progress)
 
     def _traces_to_store(self, stream: TraceStream) -> Iterator[PackedTrace | TraceBlock]:
-        part, texts = self._notes.part, list[str]()
+        part = self._notes.part
         is_first = not part.stored
         for number, packed in enumerate(stream):
             if is_first and number < MAX_TRACES:
-                texts.append(_stored(packed))
-                part.stored = texts
+                part.stored.append(_stored(packed))
             yield packed
 
     def _refuse(self, writer: StoreWriter, stream: TraceStream, error: InvalidInputError, progress: Progress) -> None:
@@ -201,8 +200,7 @@ def _stored(packed: PackedTrace) -> str:
     parts.append(f"D {packed.hidden_dim} {packed.hidden_dtype}")
     if record.tokens is not None:
         parts.append(plural(len(record.tokens), "token"))
-    layout = schema.LAYOUT_NAMES.get(packed.layout)
-    if layout is not None:
+    if (layout := schema.LAYOUT_NAMES.get(packed.layout)) is not None:
         heads = "" if packed.num_heads is None else f" of {plural(packed.num_heads, 'head')}"
         parts.append(f"{layout} attention{heads} {packed.attention_dtype}")
     if record.layer_ids is not None:

@@ -295,7 +295,9 @@ class Conversion:
     def _convert_all(self, writer: StoreWriter, progress: Progress) -> None:
         threads = max(_MIN_THREADS, self._options.workers)
         stored = writer.attributes.options
-        self._is_known: Callable[[str, int, str], bool] = _never if self._reads_all else partial(self.is_known, writer)
+        self._is_known: Callable[[str, int, str], bool] = (
+            (lambda *_: False) if self._reads_all else partial(self.is_known, writer)
+        )
         ends = self._ends(writer)
         self._shared = SharedTraces(writer, [source.name for source in self.scoring.sources], self._unread)
         if len(self._unread) < len(self.scoring.sources):
@@ -553,7 +555,3 @@ def read_provenances(sources: list[Path], options: ConvertOptions, output: Outpu
     for file, provenance in found.items():
         output.info(f"provenance: {file}, model {escape_unprintable(provenance.model or 'unknown', 100)}")
     return {source: found[file] for source, file in files.items()}
-
-
-def _never(*_: object) -> bool:
-    return False

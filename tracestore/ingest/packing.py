@@ -1,6 +1,5 @@
 """Pack the traces of one source, and identify the source."""
 
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from mmap import mmap
@@ -80,7 +79,9 @@ def packed_traces(
                 return
             num_read += 1
             hidden_bytes = sum(layer.nbytes for layer in record.hidden or ())
-            record.is_borrowed |= _is_borrowed(record, hidden_bytes)
+            record.is_borrowed |= any(
+                _is_view(layer, hidden_bytes) for layer in record.hidden or ()
+            )  # of a reader's memory
             source_bytes = hidden_bytes + sum(array.nbytes for array in record.attention or ())
             try:
                 with error_location(source.name, record.position):
@@ -119,11 +120,6 @@ def check_attention(record: TraceRecord, options: PackOptions) -> None:
         )
 
 
-def _is_borrowed(record: TraceRecord, hidden_bytes: int) -> bool:
-    """Return whether hidden states of so many bytes are views of memory that a reader holds."""
-    return any(_is_view(layer, hidden_bytes) for layer in record.hidden or ())
-
-
 def _is_view(layer: np.ndarray, total_bytes: int) -> bool:
     """Return whether a layer of a trace is a view of more memory than that of the trace, and of no mapped file."""
     owner = layer
@@ -139,9 +135,7 @@ def _is_view(layer: np.ndarray, total_bytes: int) -> bool:
 def identify(source: SourceFile) -> SourceIdentity:
     """Return the identity of a source; raise InvalidInputError if the file cannot be read."""
     try:
-        for path in source.files:
-            check_regular(path)
-        modified_ns = max(os.stat(path).st_mtime_ns for path in source.files)
+        modified_ns = max(check_regular(path).st_mtime_ns for path in source.files)
         return SourceIdentity(*source_fingerprint(source), modified_ns)
     except InvalidInputError as error:
         raise error.with_location(source=source.name) from None

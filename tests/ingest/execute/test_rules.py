@@ -475,8 +475,7 @@ def test_rule_07_raw_bits_and_scaled_integers_are_stated(tmp_path):
     assert (np.asarray(traces["a", 0].hidden_states) == 2.5).all()
     save(tmp_path / "in/a.npy", np.full((2, 4, 8), 0x38, "u1"))  # 1 in float8_e4m3fn
     settings = {"dtype.hidden_states": "float8_e4m3fn", "scale.hidden_states": 0.5}
-    traces = convert(tmp_path, layout | settings, overwrite=True)
-    assert (np.asarray(traces["a", 0].hidden_states) == 0.5).all()
+    refuse(tmp_path, layout | settings, "float8_e4m3fn values, expected integers.* multiply", overwrite=True)
 
 
 def test_rule_08_attention_without_a_line(tmp_path):

@@ -584,3 +584,20 @@ def test_ids_do_not_number_rows(tmp_path, ids):
     np.save(tmp_path / "in/is_correct.npy", np.array([0, 1, 1, 0]))
 
     assert [trace.score for trace in accept(tmp_path).values()] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("container", ["records", "columns", "dict"])
+@pytest.mark.parametrize("sizes", [(7, 7, 7), (7, 5, 9)])
+def test_states_of_the_answer_of_as_many_layers_as_ids_rule_16(tmp_path, sizes, container):
+    """States (L, S, D) of the answer, and ids of the whole text: 7 in all traces, as there are layers."""
+    kept = [
+        {"id": f"q{k}", "hidden_states": states(size, 3, 16, seed=k), "input_ids": np.arange(size) + 9}
+        for k, size in enumerate(sizes)
+    ]
+    columns = {name: [item[name] for item in kept] for name in kept[0]}
+    by_id = {item["id"]: {name: item[name] for name in ("hidden_states", "input_ids")} for item in kept}
+    dump(tmp_path / "in/a.pkl", {"records": kept, "columns": columns, "dict": by_id}[container])
+    if len(set(sizes)) == 1:
+        refuse(tmp_path)
+    else:  # S differs, L does not
+        assert [trace.num_tokens for _, trace in sorted(accept(tmp_path).items())] == list(sizes)

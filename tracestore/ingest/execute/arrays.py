@@ -46,8 +46,8 @@ def settled_dtype(layers: Layers, what: str, settings: Mapping[str, Any]) -> Lay
         if stated.startswith("float8"):
             layers = [_float8_values(stated)[layer] for layer in layers]
     if scale is not None:
-        if layers[0].dtype.kind not in "iu" and not str(stated).startswith("float8"):
-            text = f"found {layers[0].dtype.name} values, expected integers, whose unit it is, or bits of 8-bit floats"
+        if layers[0].dtype.kind not in "iu":
+            text = f"found {stated or found} values, expected integers, whose unit it is: multiply floats before saving"
             raise InvalidInputError(text, field=f"scale.{what}")
         layers = [layer.astype("<f4") * np.float32(scale) for layer in layers]
     if layers[0].dtype.kind != "f" and layers[0].dtype != schema.BFLOAT16:

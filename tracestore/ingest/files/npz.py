@@ -119,8 +119,6 @@ def stored_arrays(mapped: MappedFile, file_bytes: int) -> dict[str, StoredArray]
         if inflated > max_inflated(file_bytes):
             raise InvalidInputError(f"inflates to {inflated:,} bytes, too many for a file of {file_bytes:,}")
         return {name: _member(mapped, archive, info, name) for name, info in zip(names, infos, strict=True)}
-    except InvalidInputError:
-        raise
     except DAMAGE as error:
         raise damaged(error) from None
 

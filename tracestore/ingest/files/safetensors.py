@@ -81,10 +81,7 @@ def _header(data: MappedFile) -> tuple[dict[str, Any], int]:
     begin = 8 + header_bytes
     if not 2 <= header_bytes <= _MAX_HEADER_BYTES or begin > len(data):
         raise InvalidInputError("truncated or damaged .safetensors file: its header ends beyond the file")
-    try:
-        header = parse_json(data.read(8, begin).decode("utf-8"), "damaged .safetensors header")
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"damaged .safetensors header: {error}") from None
+    header = parse_json(data.read(8, begin), "damaged .safetensors header")
     if not isinstance(header, dict) or len(header) > _MAX_TENSORS:
         raise InvalidInputError("damaged .safetensors header: expected a dict of tensors")
     return header, begin
@@ -96,10 +93,8 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise InvalidInputError("damaged .safetensors header: a tensor without dtype, shape and offsets", field=name)
     shape, offsets = entry["shape"], entry["data_offsets"]
-    for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers):
-            raise InvalidInputError("damaged .safetensors header: wrong shape or offsets", field=name)
-    if len(offsets) != 2 or len(shape) > 8:
+    are_lists = isinstance(shape, list) and isinstance(offsets, list) and len(shape) <= 8 and len(offsets) == 2
+    if not are_lists or not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, *offsets)):
         raise InvalidInputError("damaged .safetensors header: wrong shape or offsets", field=name)
     dtype = entry["dtype"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:

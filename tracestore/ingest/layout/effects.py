@@ -91,22 +91,19 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
     ),
     "S.prompt": ("a line for prompt_length", lambda plan, _: _has(plan, "prompt_length")),
     "sample": ("a line for question_id", lambda plan, _: _has(plan, "question_id")),
-    "P.repeats": ("passes of the states", lambda plan, _: _states(plan, "P")),
-    "P.new": ("passes of the states", lambda plan, _: _states(plan, "P")),
+    **dict.fromkeys(("P.repeats", "P.new"), ("passes of the states", lambda plan, _: _states(plan, "P"))),
     "words": ("a label", lambda plan, _: bool({*plan.layout.addresses, *plan.layout.templates} & set(LABELS))),
     "share": ("a line for the field", lambda plan, name: name in plan.layout.templates or _has(plan, name)),
-    "scale": ("a line for the field", lambda plan, name: _has_numbers(plan, name)),
     "keep": (
         "a line that binds the name, as in [id=id, status=status]",
         lambda plan, name: any(name in place.address.bound or given_name(place) == name for place in plan.places),
     ),
-    "dtype": ("a line for the field", lambda plan, name: _has_numbers(plan, name)),
+    **dict.fromkeys(("dtype", "scale"), ("a line for the field", _has_numbers)),
 }
 
 
 def _is_left_of_ids(plan: Plan) -> bool:
-    settings = plan.layout.settings
-    return settings["S.side"] == "left" and type(settings.get("S.padding")) is int
+    return plan.layout.settings["S.side"] == "left" and type(plan.layout.settings.get("S.padding")) is int
 
 
 def _is_flat(plan: Plan) -> bool:

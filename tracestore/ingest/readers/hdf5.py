@@ -38,8 +38,7 @@ def read_hdf5(content: Content) -> Value:
     with needs("inputs"):
         if importlib.util.find_spec("h5py") is None:
             raise ModuleNotFoundError("No module named 'h5py'", name="h5py")
-    file = _File(content)
-    return HDF5Group(file, "/")
+    return HDF5Group(_File(content), "/")
 
 
 class _File:

@@ -63,12 +63,11 @@ def row_groups(mapped: MappedFile) -> Iterator[RowGroup]:
     try:
         footer, _ = _struct(mapped.read(size - 8 - length, size - 8), 0, 0)
         leaves = [element for element in footer[2] if 5 not in element]
-        groups = footer.get(4, [])
-        end = size - 8 - length
-        last = max([4, *(_begin(chunk[3]) + chunk[3][7] for group in groups for chunk in group[1])])
-        if b"PAR1PAR1" in mapped.read(min(last, end), end):  # where one file ends, and the next one begins
+        columns = [chunk[3] for group in footer.get(4, []) for chunk in group[1]]
+        last = max([4, *((meta.get(11) or meta[9]) + meta[7] for meta in columns)])
+        if b"PAR1PAR1" in mapped.read(last, size - 8 - length):  # where one file ends, and the next one begins
             raise InvalidInputError(APPENDED)
-        for group in groups:
+        for group in footer.get(4, []):
             yield _row_group(mapped, group, leaves)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, struct.error):
         raise InvalidInputError(f"{_DAMAGED}: its headers are wrong") from None
@@ -87,15 +86,10 @@ def _row_group(mapped: MappedFile, group: dict[int, Any], leaves: list[dict[int,
     return found
 
 
-def _begin(meta: dict[int, Any]) -> int:
-    """Return where the pages of a column begin: with the dictionary, if it has one."""
-    return int(min(meta[9], meta.get(11) or meta[9]))
-
-
 def _add_chunk(mapped: MappedFile, meta: dict[int, Any], leaf: dict[int, Any], path: str, found: RowGroup) -> bool:
     """Add the values of the pages of one column, and return whether they have a dictionary."""
     width = leaf[2] if meta[1] == _FIXED else 4 if meta[1] == _BYTE_ARRAY else _WIDTHS[meta[1]]
-    position = _begin(meta)
+    position = min(meta[9], meta.get(11) or meta[9])
     end, expected = position + meta[7], meta[5]
     if not 0 <= position <= end <= len(mapped) or expected < 0 or width < 0:
         raise ValueError

@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
@@ -110,8 +110,7 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
 def _json_lines(lines: Iterator[bytes]) -> Iterator[Value]:
     for number, line in enumerate(filter(bytes.strip, lines)):
         end = "" if line.endswith(b"\n") else " or a last line that is cut off"
-        value = parse_json(line, f"row {number}: not JSON{end}")
-        yield json_tree(value)
+        yield json_tree(parse_json(line, f"row {number}: not JSON{end}"))
 
 
 def json_tree(value: Any) -> Value:
@@ -186,9 +185,8 @@ def _vector(cells: list[str], number: int) -> Value:
         raise InvalidInputError(f"row {number}: expected numbers, as in the first row, which is no header") from None
 
 
-def _is_numbers(cells: Iterable[str]) -> bool:
+def _is_numbers(cells: list[str]) -> bool:
     """Return whether a first row is no header: all of it are numbers, some of them with a fraction."""
-    cells = list(cells)
     return all(map(_NUMBER.fullmatch, cells)) and not all(cell.strip().isdecimal() for cell in cells)
 
 
