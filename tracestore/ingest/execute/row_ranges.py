@@ -54,7 +54,6 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]
     if name is None or (name in ("S.starts", "S.ends") and len(starts) != len(ends)):
         needed = "S.offsets, S.lengths, S.owner, or S.starts and as many S.ends or S.lengths"
         raise InvalidInputError(f"traces behind each other need {needed}")
-    spans: list[tuple[int, int]]
     if name == "S.offsets":
         spans = list(itertools.pairwise([0] * (values[name][:1] != [0]) + values[name]))
     elif name == "S.lengths":

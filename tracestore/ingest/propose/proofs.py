@@ -179,10 +179,6 @@ class Case:
                 found.append("S: nothing tells tokens from padding")
         if self._has("tokens") and "T" in self.lines["tokens"].axes and not self.frame.has_passes:
             found.append("tokens: one id more than states")
-        is_turned = [axis for axis in self.frame.axes if axis in "LS"] == ["S", "L"]
-        is_one_size = len(self.frame.num_tokens) == 1 and None not in self.frame.num_tokens
-        if is_turned and is_one_size and not self._has("attentions", "L.ids"):
-            found.append("S: all traces have one number of tokens, which may be that of the layers")
         if self.name == "hidden_states" and not self._proves_tokens():
             are_steps = "step" in self.frame.leaf.bound and self.identity.mode == "ids" and self._is_one_text
             are_passes = are_steps or (self._are_all_layers and self.frame.has_passes)
@@ -193,7 +189,11 @@ class Case:
         axes = self.frame.axes
         if "(N S)" in axes:
             return self._has(*RANGES)
-        if self._has("tokens", "tokens_decoded", "S.mask", "attentions") or (self._has("S.lengths") and "N" in axes):
+        # States (L, S, D) of an answer have as many layers as its text has tokens, if all texts have one length.
+        is_turned = [axis for axis in axes if axis in "LS"] == ["S", "L"] and not self._has("L.ids")
+        is_of_layers = is_turned and len(self.frame.num_tokens) == 1 and None not in self.frame.num_tokens
+        texts = () if is_of_layers else ("tokens", "tokens_decoded")
+        if self._has("S.mask", "attentions", *texts) or (self._has("S.lengths") and "N" in axes):
             return True
         if "P" in axes:
             return False

@@ -127,7 +127,7 @@ def _rows(lines: Iterator[str], usual: str) -> Iterator[Value]:
         raise InvalidInputError("the first row begins with #; remove comments, and the mark in front of a header")
     lines = chain((first,), lines)
     delimiter = _separator(first[:_MAX_HEADER], usual)
-    size = count = 0  # of the row
+    size = count = width = 0  # of the row
 
     def counted() -> Iterator[str]:
         nonlocal size, count
@@ -148,11 +148,10 @@ def _rows(lines: Iterator[str], usual: str) -> Iterator[Value]:
                     "text twice, or write JSON Lines"
                 )
             size = count = 0
+            width = width if number else len(cells)
             if number == 0 and not _is_numbers(cells):
                 header = _checked(cells)
-                width = len(header)
                 continue
-            width = width if number else len(cells)
             if len(cells) != width:
                 raise InvalidInputError(
                     f"row {number} has {len(cells)} values, the first row {width}; a text that holds {delimiter!r} is "
