@@ -223,10 +223,11 @@ def test_traces_with_nan_are_dropped_and_listed(tmp_path):
 
 @pytest.mark.long
 def test_several_stores_give_a_transfer_matrix(path, tmp_path):
-    traces = [make_labeled(k, shift=4.0) for k in range(COUNT, 2 * COUNT)]
+    traces = [make_labeled(k, shift=4.0) for k in range(COUNT - 10, 2 * COUNT - 10)]
     other = write_published(tmp_path / "other.zarr", traces)
     out = tmp_path / "out"
     done = command("benchmark", path, other, "--detectors", "probe_mean", "--output-dir", out, "--workers", 1, check=0)
+    assert "s and other share 10 questions: transfer is trained on them" in done.stdout
     results = json.loads((out / "benchmark.json").read_text())
     cells = {(c["detector"], c["trained_on"], c["tested_on"]): c for c in results["transfer"]}
     assert {key[1:] for key in cells} == {("s", "other"), ("other", "s")} and len(cells) == 10

@@ -9,11 +9,10 @@ from tracestore.evaluation.clusters import (
     compare_pairs,
     jackknife_error,
     jackknife_interval,
-    p_value,
 )
 from tracestore.evaluation.evaluate import RunScores
 from tracestore.evaluation.metrics import auroc
-from tracestore.evaluation.significance import holm
+from tracestore.evaluation.significance import holm, p_value
 
 
 def make_runs(num_groups=12, per_group=10, effect=1.0, group_effect=0.0, seed=0, noise_seed=0):

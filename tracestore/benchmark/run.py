@@ -1,5 +1,6 @@
 """A comparison of detectors: frozen folds, results, and their files."""
 
+import itertools
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -190,6 +191,10 @@ def _run(
             activity.log(describe_dropped(dropped[name]))
         elif count := int(store.has_nonfinite[data[name].indices].sum()):
             activity.log(f"NaN or infinite values in {plural(count, 'trace')}; --drop-nonfinite leaves them out")
+    for a, b in itertools.combinations(data.values(), 2):
+        shared = {*a.store.question_ids.take(a.indices)} & {*b.store.question_ids.take(b.indices)}
+        if shared:
+            activity.log(f"{a.name} and {b.name} share {plural(len(shared), 'question')}: transfer is trained on them")
     if options.save_detectors:
         (output_dir / RESULTS).unlink(missing_ok=True)
     results: dict[str, Any] = {"config": _config(options), "stores": {}, "transfer": []}

@@ -4,7 +4,6 @@ By question, and with at least 100 groups: the bootstrap. With fewer groups, who
 a delete-one-group jackknife with Student's t.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
 from tracestore.evaluation.metrics import LEVEL, percentile_interval
-from tracestore.evaluation.significance import adjust
+from tracestore.evaluation.significance import adjust, p_value
 
 # With fewer groups there is a jackknife instead of a bootstrap, and below the second number neither.
 BOOTSTRAP_GROUPS, MIN_GROUPS = 100, 5
@@ -79,27 +78,6 @@ def jackknife_interval(estimate: float, values: np.ndarray) -> tuple[float, floa
 
     half = float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * jackknife_error(values)
     return estimate - half, estimate + half
-
-
-def p_value(difference: float, error: float, degrees: float = math.inf) -> float:
-    """Return the two-sided p value of a zero difference with a standard error.
-
-    The distribution is Student's t with these degrees of freedom. The one of the bootstrap is normal: the share of its
-    resamples on one side of 0 has a resolution of 0.001, too coarse for Holm's correction over the pairs of 20
-    detectors.
-
-    References
-    ----------
-    Efron and Tibshirani 1993, "An Introduction to the Bootstrap".
-    """
-    # Scores that order all traces alike differ by rounding only.
-    if error < 1e-12:
-        return 1.0 if abs(difference) < 1e-12 else 0.0
-    if degrees == math.inf:
-        return math.erfc(abs(difference) / (error * math.sqrt(2)))
-    from scipy.stats import t
-
-    return float(2 * t.sf(abs(difference) / error, degrees))
 
 
 def compare_pairs(found: Mapping[str, Resampling]) -> list[dict[str, Any]]:

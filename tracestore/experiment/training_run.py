@@ -208,8 +208,7 @@ class _Experiment:
         store, options = self.store, self.options
         sizes = ", ".join(f"{name} {len(indices)}" for name, indices in self.splits[0].indices.items())
         counts = f"{int(np.isnan(self.targets).sum()) - len(self.dropped):,} without a label or score"
-        first = "first fold: " if options.is_folded else ""
-        self.log(f"{store.path}: {plural(len(store), 'trace')}, {counts}; {first}{sizes}")
+        self.log(f"{store.path}: {plural(len(store), 'trace')}, {counts}; {'first fold: ' * options.is_folded}{sizes}")
         for text in (
             *store.describe_labels(options.config.score_threshold),
             *store.describe_shared_keys(self.targets),
