@@ -111,6 +111,9 @@ def test_an_empty_group_is_a_conflict_and_a_file_without_groups_keeps_them(store
     refused(store, "question_id,score,group\nq0,0.5,a\nq1,0.1,\n")
     score(store, "question_id,score,group\nq0,0.5,a\nq1,0.1,\n", *REMOVES)
     assert groups(store)[:3] == ["a", "", "g0"]
+    refused(store, "question_id,score,group\nq0,0.5,\n")  # no cell has a group
+    score(store, "question_id,score,group\nq0,0.5,\n", *REMOVES)
+    assert groups(store)[:3] == ["", "", "g0"]
 
 
 def test_traces_without_a_row_keep_their_score_and_are_counted(store):
