@@ -1,5 +1,6 @@
 """Writing of stores: values, bytes, refused traces and failures."""
 
+import math
 import sys
 
 import numpy as np
@@ -91,6 +92,31 @@ def test_samples_of_one_question_are_separate_traces(tmp_path):
     traces = [make_trace(0, tokens=4, seed=sample) | {"sample": sample} for sample in range(3)]
     store = tracestore.open(write_store(tmp_path / "s.zarr", traces))
     assert [t.sample for t in store] == [0, 1, 2] and store.index_of("q0", 2) == 2
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_trace_that_exists_gets_the_values_that_are_appended(tmp_path, is_committed):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.append(make_trace(0), score=0.5)
+        writer.append(make_trace(1), score=0.25, group="a")
+        if is_committed:
+            writer.flush()
+        writer.define_score("judge", direction="hallucination")
+        writer.append(make_trace(0), scores={"judge": 0.125}, label=1)
+        writer.append(make_trace(0), group="b")
+        writer.append(make_trace(1), score=0.75)
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        found = [(trace.scores, trace.group, trace.label) for trace in store]
+    np.testing.assert_equal(found, [({"score": 0.5, "judge": 0.125}, "b", 1), ({"score": 0.75}, "a", math.nan)])
+
+
+def test_a_score_that_is_only_defined_is_committed(tmp_path):
+    write_store(tmp_path / "s.zarr", [make_trace(0)], score=0.5)
+    for _ in range(2):
+        with tracestore.create(tmp_path / "s.zarr", append=True) as writer:
+            writer.define_score("judge", direction="hallucination", default=True)
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert (store.score_name, store.score_direction, store.generation) == ("judge", "hallucination", 2)
 
 
 def test_a_store_without_a_trace_is_not_created(tmp_path):

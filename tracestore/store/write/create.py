@@ -10,6 +10,7 @@ from typing import Any
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import labels, schema
 from tracestore.store.format.provenance import Provenance, with_layers
+from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.vocabulary import SCORES
 from tracestore.store.write.field_values import field_error, label_value, lens_arrays, score_value
 from tracestore.store.write.record import TraceRecord, record_from_dict
@@ -77,6 +78,7 @@ class TraceWriter:
         # By the first trace, which may lack it; then the traces after it lack it too.
         self._is_chosen = attention is not None or writer.manifest.generation > 0
         self._is_refused = False
+        self._changed: dict[tuple[str, int], TraceValues] = {}  # of stored traces, by question id and sample
         self.extras: Counter[str] = Counter()
 
     def define_score(
@@ -109,7 +111,10 @@ class TraceWriter:
         """
         if direction not in labels.DIRECTIONS:
             raise UsageError(f"found {direction!r}, expected one of {', '.join(labels.DIRECTIONS)}")
-        self._writer.define_score(name, labels.ScoreField(direction, source, version), is_default=default)
+        writer, before = self._writer, self._writer.attributes
+        writer.define_score(name, labels.ScoreField(direction, source, version), is_default=default)
+        if writer.attributes != before and writer.manifest.num_traces:
+            writer.update_values({0: TraceValues()})  # a commit without values would leave the definition out
 
     def set_lens(
         self,
@@ -158,7 +163,7 @@ class TraceWriter:
         label: float | None = None,
         group: str = "",
     ) -> None:
-        """Append one trace.
+        """Append one trace. The scores and the group of a trace that the store has replace the stored ones.
 
         Parameters
         ----------
@@ -234,8 +239,12 @@ class TraceWriter:
             writer.abort_source()
             raise
         writer.end_source()
-        if is_new and record.extra_names:
+        if is_new:
             self.extras.update(record.extra_names)
+        elif record.scores or record.group:
+            key = record.question_id, record.sample
+            scores, _, group = self._changed.get(key, TraceValues())
+            self._changed[key] = TraceValues({**scores, **record.scores}, group=record.group or group)
 
     def _define_scores(self, scores: Mapping[str, float]) -> None:
         """Define the scores whose names state the meaning of a high value. UsageError for any other one."""
@@ -251,7 +260,16 @@ class TraceWriter:
 
     def flush(self) -> None:
         """Commit the traces appended so far."""
-        self._writer.commit()
+        writer = self._writer
+        writer.commit()
+        changed, self._changed = self._changed, {}
+        columns, updates = writer.read_columns() if changed else Columns(), {}
+        for key, (scores, _, group) in changed.items():
+            index = writer.index.find(*key)
+            if not scores.items() <= columns.scores_of(index).items() or group not in (None, columns.group(index)):
+                updates[index] = TraceValues(scores, group=group)
+        writer.update_values(updates)
+        writer.commit()
 
     def close(self) -> None:
         """Commit and release the store; with ``overwrite=True`` also replace the existing store."""
@@ -259,7 +277,7 @@ class TraceWriter:
 
     def _close(self, *, can_replace: bool) -> None:
         try:
-            self._writer.commit()
+            self.flush()
             if can_replace:
                 self._writer.replace_existing()
         finally:
