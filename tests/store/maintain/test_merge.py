@@ -242,6 +242,17 @@ def test_an_empty_subset_replaces_nothing(tmp_path):
     assert len(tracestore.open(two)) == 2
 
 
+def test_a_known_file_whose_trace_was_replaced_is_compared(tmp_path):
+    write_pickle(tmp_path / "data" / "a.pkl", make_traces(2))
+    convert(tmp_path / "data", tmp_path / "one.zarr")
+    write_pickle(tmp_path / "data" / "b.pkl", [make_trace(0, seed=5)])
+    convert(tmp_path / "data", tmp_path / "m.zarr", "--on-conflict", "keep-last")
+    before = tree_bytes(tmp_path / "m.zarr")
+    with pytest.raises(InvalidInputError, match="different content"):
+        merge_stores([tmp_path / "one.zarr"], tmp_path / "m.zarr")
+    assert tree_bytes(tmp_path / "m.zarr") == before
+
+
 def test_a_merge_lists_the_newest_source_of_a_name_last(tmp_path):
     """A file was changed, and the change was taken back."""
     versions = [make_traces(1), make_traces(2)]

@@ -55,10 +55,9 @@ def copy_traces(args: argparse.Namespace, output: Output, copy: Callable[..., Me
         if count:
             output.info(f"{plural(count, 'duplicate')} with a different {what}: the {what} of {args.dst} was kept")
     why = f"stored labels count, and the default score of {args.dst} is {report.default_score}"
-    for source, count in report.labels_lost.items():
-        output.info(f"{source}: {plural(count, 'trace')} without a label in {args.dst}: {why}")
-    for source, count in report.labels_changed.items():
-        output.info(f"{source}: {plural(count, 'trace')} with another label in {args.dst}: {why}")
+    for what, counts in (("without a", report.labels_lost), ("with another", report.labels_changed)):
+        for source, count in counts.items():
+            output.info(f"{source}: {plural(count, 'trace')} {what} label in {args.dst}: {why}")
     if report.unlabeled is not None:
         output.info(report.unlabeled)
     if report.lens == "different":

@@ -23,8 +23,6 @@ from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.write.writer import COMMIT_BYTES, StoreWriter
 from tracestore.words import plural
 
-_PLACE_COLUMNS = ("graph_segment", "graph_row", "sequence_segment", "sequence_row")
-
 
 @dataclass
 class MergeReport:
@@ -213,10 +211,6 @@ def _merge_source(
     # The source of traces that a program appended has no fingerprint: its name does not identify it. A source
     # that is copied in part gets none either: its other traces may be added later.
     fingerprint = source.fingerprint if is_whole else ""
-    is_known = bool(fingerprint) and writer.has_source(source.path, source.size, fingerprint)
-    if is_known and _is_all_there_is(store, indices):
-        report.num_duplicates += len(indices)
-        return
     added = duplicates = 0
     writer.begin_source(source.path, source.size, fingerprint, source.provenance)
     try:
@@ -247,17 +241,6 @@ def _list_newest_sources(writer: StoreWriter, store: TraceStore, indices: np.nda
         if any(are_last) and not are_last[-1]:
             writer.begin_source(path, newest.size, newest.fingerprint, newest.provenance)
             writer.end_source()
-
-
-def _is_all_there_is(store: TraceStore, indices: np.ndarray) -> bool:
-    """Return whether one source added all arrays and values that the store has of these traces.
-
-    Another source may have added the graph, the last tokens or the label.
-    """
-    columns = {name: store.internals.index.read_column(name)[indices] for name in _PLACE_COLUMNS}
-    graph, sequence = (np.stack([columns[f"{g}_{part}"] for part in ("segment", "row")]) for g in ("graph", "sequence"))
-    is_one_place = (graph[0] < 0) | (sequence[0] < 0) | (graph == sequence).all(axis=0)
-    return bool(is_one_place.all() and np.isnan(store.labels[indices]).all())
 
 
 def _fill_scores(writer: StoreWriter, store: TraceStore, wanted: np.ndarray, report: MergeReport) -> None:
