@@ -72,7 +72,9 @@ class Changes:
         self.attributes = self.manifest.attributes
         self._undo: list[Callable[[], None]] | None = None
         self._pending = Pending()
-        self._keys = KeyResolver(self._target.files, self.index, self._pending, self._on_conflict, self.read_columns)
+        self._keys = KeyResolver(
+            self._target.files, self.index, self._paths, self._pending, self._on_conflict, self.read_columns
+        )
 
     @property
     def manifest(self) -> Manifest:
@@ -190,6 +192,10 @@ class Changes:
     def source_of(self, index: int) -> str:
         """Return the path of the source that has added a committed trace."""
         return self._paths[int(self.index.read_column("source")[index])]
+
+    def provenance_of(self, path: str) -> Provenance | None:
+        """Return the provenance of the last committed source of a path."""
+        return self._sources[path][-1].provenance
 
     def check_provenance(self, provenances: Iterable[Provenance]) -> None:
         """Raise UsageError if sources with these provenances conflict with each other or with the store."""
@@ -320,10 +326,7 @@ class Changes:
     def _accept(self, entry: Entry, groups: set[int], label: float) -> None:
         """Add a trace to the open source; `groups` and `label` are those of resolve()."""
         source = self._pending.sources[-1]
-        if (owner := self._keys.source_of(entry.record)) is not None:
-            first = len(self._paths)
-            path = self._paths[owner] if owner < first else self._pending.sources[owner - first].path
-            source.num_skipped += path != source.path
+        source.num_skipped += self._keys.path_of(entry.record) not in (None, source.path)
         if not groups:
             self._keys.set_label(entry.record, label)
             return

@@ -64,11 +64,12 @@ class KeyResolver:
         self,
         files: StoreFiles,
         index: StoreIndex,
+        paths: Sequence[str],
         pending: Pending,
         on_conflict: OnConflict,
         read_columns: Callable[[], Columns],
     ) -> None:
-        self._files, self._index, self._pending = files, index, pending
+        self._files, self._index, self._paths, self._pending = files, index, paths, pending
         self.on_conflict, self._read_columns = on_conflict, read_columns
         self.num_conflicts = 0
         self._undo: list[Callable[[], None]] = []
@@ -114,7 +115,15 @@ class KeyResolver:
             elif self._stored_crc(stored, name) != crc:
                 difference = "arrays"
         if difference is None:
-            difference = _first_difference(ComparedTrace.of(trace).fields, self._stored_fields(stored))
+            given, kept = ComparedTrace.of(trace).fields, self._stored_fields(stored)
+            # The texts of a trace are those of its graph location. Files may have traces in common, of which the first
+            # one has more texts, but a file that is read again replaces its own.
+            texts = mf.GROUP_GRAPH if stored["graph_segment"] >= 0 else mf.GROUP_SEQUENCE
+            lost = kept if mf.GROUP_GRAPH in missing else given
+            source = self._pending.sources[-1]
+            is_own = bool(source.fingerprint) and self._path(stored["source"]) == source.path
+            names = given | kept if texts in provided and is_own else lost
+            difference = next((name for name in names if given.get(name) != kept.get(name)), None)
         if difference is None:
             return missing
         if self.on_conflict == "error":
@@ -140,13 +149,14 @@ class KeyResolver:
             )
         return set()
 
-    def source_of(self, record: TraceRecord | Key) -> int | None:
-        """Return the number of the source that has added the record's key, None if the key is new."""
-        key = (record.question_id, record.sample)
-        if (row := self._pending.keys.get(key)) is not None:
-            return int(self._pending.rows.columns["source"][row])
-        index = self._index.find(*key)
-        return None if index < 0 else int(self._index.read_column("source")[index])
+    def path_of(self, record: TraceRecord | Key) -> str | None:
+        """Return the path of the source that has added the record's key, None if the key is new."""
+        stored = self._stored_location(record)
+        return None if stored is None else self._path(stored["source"])
+
+    def _path(self, source: int) -> str:
+        first = len(self._paths)
+        return self._paths[source] if source < first else self._pending.sources[source - first].path
 
     def _stored_location(self, record: TraceRecord | Key) -> Mapping[str, int] | None:
         """Return the values of the index columns of the record's key, or None if the key is new."""
@@ -325,11 +335,3 @@ def _digest(value: Any) -> Any:
     """Return what stands for a text, a list or bytes, or another value itself."""
     data = json.dumps(value).encode() if isinstance(value, str | list) else value
     return blake2b(data, digest_size=16).digest() if isinstance(data, bytes) else data
-
-
-def _first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Return a field that differs between two traces, or None.
-
-    A field that only one of them has is no difference: files of several formats complement each other.
-    """
-    return next((name for name in one.keys() & other.keys() if one[name] != other[name]), None)
