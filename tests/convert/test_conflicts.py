@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import command, convert, make_trace, make_traces, write_pickle
+from tests.helpers import command, convert, make_graphs, make_optional, make_trace, make_traces, write_pickle
 from tracestore.cli import main
+from tracestore.errors import InvalidInputError
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write.writer import StoreWriter
 
@@ -196,3 +197,103 @@ def test_copies_of_one_run_with_two_scores_are_refused(tmp_path, flags):
     done = convert(folder, tmp_path / "s.zarr", *flags, check=3)
 
     assert "found 0.125 and 0.875 for q0, sample 0: copies of a trace have one label" in done.stderr
+
+
+NEW_FIELDS = make_optional(4) | {"question": "why", "prompt_length": 2, "note": "an extra", "answer_span": (1, 2)}
+
+
+def stored_fields(path):
+    """Return the fields of the first trace of a store that NEW_FIELDS names."""
+    (trace, *_) = tracestore.open(path)
+    return trace.optional_fields | {"question": trace.question, "prompt_length": trace.prompt_length} | trace.extras
+
+
+@pytest.mark.parametrize("name", NEW_FIELDS)
+@pytest.mark.parametrize("is_removed", [False, True], ids=["added", "removed"])
+def test_a_field_that_a_file_gets_or_loses_is_not_ignored(tmp_path, data, name, is_removed):
+    """The arrays are the same. Of another file with the trace, the fields that are not stored count."""
+    short = make_trace(0, tokens=4)
+    whole = short | {name: NEW_FIELDS[name]}
+    before, after = (whole, short) if is_removed else (short, whole)
+    write_pickle(data / "a.pkl", [before])
+    convert(data, tmp_path / "s.zarr")
+    expected = stored_fields(tmp_path / "s.zarr")
+    write_pickle(data / "b.pkl", [after])
+    convert(data, tmp_path / "s.zarr", check=0 if is_removed else 3)
+    (data / "b.pkl").rename(data / "a.pkl")
+    refused = convert(data, tmp_path / "s.zarr", check=3).stderr
+    assert f"different content ({'extras' if name == 'note' else name})" in refused
+    np.testing.assert_equal(stored_fields(tmp_path / "s.zarr"), expected)
+    convert(data, tmp_path / "s.zarr", "--on-conflict", "keep-last")
+    convert(data, tmp_path / "new.zarr")
+    np.testing.assert_equal(stored_fields(tmp_path / "s.zarr"), stored_fields(tmp_path / "new.zarr"))
+
+
+@pytest.mark.parametrize("first", ["states", "last token"])
+@pytest.mark.parametrize("with_text", ["states", "last token"])
+def test_files_that_complete_a_trace_lose_no_text(tmp_path, first, with_text):
+    """Its texts are those of the file with the states of all tokens."""
+    whole = make_trace(0, tokens=4)
+    states = {name: whole[name] for name in ("hidden_states", "attentions", "question_id")}
+    traces = {"states": states, "last token": {"last_token": np.stack([h[-1] for h in whole["hidden_states"]])}}
+    traces["last token"]["question_id"] = "q0"
+    traces[with_text]["question"] = "why"
+    with tracestore.create(tmp_path / "s.zarr", attention="mean") as writer:
+        for name in sorted(traces, key=lambda name: name != first):
+            if with_text == "last token" and name != first:
+                with pytest.raises(InvalidInputError, match=r"different content \(question\)"):
+                    writer.append(traces[name])
+            else:
+                writer.append(traces[name])
+
+
+@pytest.mark.parametrize("change", [{"generated_answer_clean": "new"}, {"label": 0}, {"score": None}, {"group": None}])
+def test_another_choice_counts_after_keep_first(tmp_path, data, change):
+    fields = {"is_correct": "[]/score", "group": "[]/group"} if {"score", "group"} & {*change} else {}
+    flags = [
+        w
+        for n, path in (FIELDS | fields).items()
+        if n != "correctness.quality"
+        for w in ("--field", f"{n} = *.pkl : {path}")
+    ]
+    flags = [*flags, "--field", 'records = ["*.pkl : []"]'] if fields else []
+    before = {"generated_answer_clean": "old"} | ({"score": 1.0, "group": "a"} if fields else {"label": 1})
+    store, traces = tmp_path / "s.zarr", [make_trace(k) | before for k in range(2)]
+    write_pickle(data / "a.pkl", traces)
+    convert(data, store, *flags)
+    write_pickle(data / "a.pkl", [traces[0] | change, traces[1]])
+
+    def found():
+        return [(t.answer, t.label, t.group, tuple(t.scores.items())) for t in tracestore.open(store)]
+
+    first = found()
+    for _ in range(2):
+        convert(data, store, *flags, "--on-conflict", "keep-first")
+        np.testing.assert_equal(found(), first)
+    convert(data, store, *flags)  # the choice stays
+    np.testing.assert_equal(found(), first)
+    for _ in range(2):
+        convert(data, store, *flags, "--on-conflict", "keep-last")
+        last = found()
+        convert(data, tmp_path / "new.zarr", *flags, "--overwrite")
+        with tracestore.open(tmp_path / "new.zarr") as new:
+            np.testing.assert_equal(last, [(t.answer, t.label, t.group, tuple(t.scores.items())) for t in new])
+    assert last != first
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_files_that_complete_each_other_are_read_again(tmp_path, data, first):
+    """The texts of the traces are those of the file with graphs."""
+    torch = pytest.importorskip("torch")
+    traces = make_traces(3, tokens=3)
+    last = torch.stack([torch.tensor(np.stack([h[-1] for h in t["hidden_states"]])) for t in traces])
+    labels, ids = torch.tensor([0.0, 1.0, 0.0]), [t["question_id"] for t in traces]
+    sequences = {"sequences": last, "labels": labels, "question_ids": ids}
+    graphs = {"graphs": [make_graphs(t) for t in traces], "labels": labels, "question_ids": ids}
+    paths = [data / "a.pt", data / "b.pt"]
+    for path, value in zip(paths, (sequences, graphs)[:: 1 - 2 * first], strict=True):
+        torch.save(value, path)
+    convert(data, tmp_path / "s.zarr")
+    for path in paths:
+        torch.save(torch.load(path, weights_only=False) | {"labels": labels.double()}, path)
+        assert "3 duplicates" in convert(data, tmp_path / "s.zarr").stdout

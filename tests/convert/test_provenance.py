@@ -128,3 +128,17 @@ def test_merge_and_subset_keep_the_provenance_of_each_source(stores, tmp_path):
     assert "found b, expected a" in error_of(*words, code=2)
     command(*words, FLAG, check=0)
     assert models(a) == ["a", "a", "b", "b"]
+
+
+def test_a_provenance_that_comes_later_is_reported(tmp_path):
+    """The store has the files, whose traces are not read again."""
+    write_pickle(tmp_path / "data" / "a.pkl", make_traces(1))
+    for name, text in (("s", "{}"), ("t", '{"model": "m"}')):
+        (tmp_path / "data" / "provenance.json").write_text(text)
+        convert(tmp_path / "data", tmp_path / f"{name}.zarr")
+        assert "stays" not in convert(tmp_path / "data", tmp_path / f"{name}.zarr").stdout
+    done = convert(tmp_path / "data", tmp_path / "s.zarr")
+    assert "a.pkl: the store has another provenance, which stays; --overwrite replaces it" in done.stdout
+    assert models(tmp_path / "s.zarr") == [None]
+    (tmp_path / "data" / "provenance.json").unlink()
+    assert "which stays" not in convert(tmp_path / "data", tmp_path / "t.zarr").stdout

@@ -311,12 +311,12 @@ class DescribedRun:
         scores = {name: value for name, value in found.items() if name != _LABEL}
         return scores, found.get(_LABEL), None if self.score_files.scores else self._groups.get(key, no_group)
 
-    def replaces(self, key: tuple[str, int], index: int, columns: Columns) -> bool:
-        """Return whether fill() replaces or removes a stored score, label or group of a trace that was added."""
+    def changes(self, key: tuple[str, int], index: int, columns: Columns) -> tuple[bool, bool]:
+        """Return whether fill() changes a stored score, label or group of a trace that was added, and whether it removes one."""
         scores, *others = self._values(key)
-        before = stored_values(columns, index, scores)
-        pairs = zip(before, [*scores.values(), *others], strict=True)
-        return any(new is not None and not is_none(old) and old != new for old, new in pairs)
+        pairs = zip(stored_values(columns, index, scores), [*scores.values(), *others], strict=True)
+        changed = [new for old, new in pairs if new is not None and not is_none(old) and old != new]
+        return bool(changed), any(map(is_none, changed))
 
     def lines(self) -> Iterator[str]:
         """Yield what was stored as labels."""

@@ -16,14 +16,18 @@ from tracestore.store.io.files import RemoteURL
 from tracestore.words import plural
 
 SUFFIX = ".refused.jsonl"
+KEPT = "kept"
 _KEYS = {"source", "position", "field", "reason"}
 _MAX_BYTES = 1 << 30
 
 
-def partial_fingerprint(fingerprint: str) -> str:
-    """Return the fingerprint of a source of which some traces were refused, so that it is read again."""
+def partial_fingerprint(fingerprint: str, what: str = "partial") -> str:
+    """Return the fingerprint of a source of which some traces were refused, so that it is read again.
+
+    With KEPT that of a source of which others were stored before ("keep-first"): "keep-last" reads it again.
+    """
     half = len(fingerprint) // 2  # the second one is that of the files
-    return hashlib.blake2b(f"partial {fingerprint}".encode(), digest_size=half // 2).hexdigest() + fingerprint[half:]
+    return hashlib.blake2b(f"{what} {fingerprint}".encode(), digest_size=half // 2).hexdigest() + fingerprint[half:]
 
 
 class RefusedTraces:
@@ -117,7 +121,7 @@ class SourceNotes:
     def __init__(self, report: ConvertReport, options: ConvertOptions, output: Output) -> None:
         self._report, self._options, self._output = report, options, output
         self.without_traces: list[NoTracesError] = []
-        self._read_again: dict[str, list[str]] = {}  # names of sources that the store has, by the reason
+        self._known: dict[str, list[str]] = {}  # names of sources that the store has, by the note
         self._refused_files: dict[str, list[list[InvalidInputError]]] = {}  # of which no trace is stored, by the reason
 
     def begin(self, store: Path | RemoteURL, *, is_new: bool) -> None:
@@ -129,9 +133,17 @@ class SourceNotes:
         """The path of the list of refused traces, None if it is empty."""
         return str(self._refused.path) if len(self._refused) else None
 
+    def known(self, name: str, text: str) -> None:
+        """Note something of a source that the store has."""
+        self._known.setdefault(text, []).append(name)
+
     def read_again(self, name: str, reason: str) -> None:
         """Note that a source is read though the store has it."""
-        self._read_again.setdefault(reason, []).append(name)
+        self.known(
+            name,
+            f"{reason}; new traces are added, changed scores, groups and labels of tables replace stored ones, a trace with "
+            f"another label or content is {ON_CONFLICT[self._options.on_conflict]}",
+        )
 
     def refuse(self, stream: TraceStream, error: InvalidInputError) -> None:
         """Note a source of which no trace is stored."""
@@ -166,12 +178,9 @@ class SourceNotes:
             self._output.info(f"skipped {count} without traces ({names}): {reason}")
 
     def print_sources(self) -> None:
-        """Print the sources that were read again or refused: those that have one reason in one line."""
-        for what, names in self._read_again.items():
-            self._output.info(
-                f"{some_of(names, max_length=60)}: {what}; new traces are added, changed scores, groups and labels of tables "
-                f"replace stored ones, a trace with another label or content is {ON_CONFLICT[self._options.on_conflict]}"
-            )
+        """Print the notes of sources that the store has, and those that were refused: all of one reason in one line."""
+        for text, names in self._known.items():
+            self._output.info(f"{some_of(names, max_length=60)}: {text}")
         groups = list(self._refused_files.items())
         for reason, files in groups[:MAX_REFUSED_LINES]:
             if len(files) == 1:

@@ -22,7 +22,7 @@ from tracestore.convert.choosing import DefaultAttention, described_run, has_att
 from tracestore.convert.cutting import commits_after, cut
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
-from tracestore.convert.refused import SourceNotes, partial_fingerprint
+from tracestore.convert.refused import KEPT, SourceNotes, partial_fingerprint
 from tracestore.convert.scoring import Scoring
 from tracestore.convert.shared_traces import SharedTraces, UnreadSourceError
 from tracestore.convert.summary import ConvertReport, SourceCounts
@@ -260,7 +260,8 @@ class Conversion:
         for source in self.sources:
             if source.name == committed.path:
                 size, digest = source_fingerprint(source)
-                is_same = committed.size == size and committed.fingerprint in (digest, partial_fingerprint(digest))
+                found = (digest, partial_fingerprint(digest), partial_fingerprint(digest, KEPT))
+                is_same = committed.size == size and committed.fingerprint in found
                 return is_same and equals_but_layers(committed.provenance, self._provenance(source))
         return False
 
@@ -363,7 +364,11 @@ class Conversion:
 
     def is_known(self, writer: StoreWriter, name: str, size: int, fingerprint: str) -> bool:
         """Return whether a source need not be read, because the store has it."""
-        return bool(fingerprint) and writer.has_source(name, size, fingerprint, among=self._num_named[name])
+        if not fingerprint or not writer.has_source_named(name):
+            return False
+        is_last = self._options.on_conflict == "keep-last"
+        found = (fingerprint,) if is_last else (fingerprint, partial_fingerprint(fingerprint, KEPT))
+        return any(writer.has_source(name, size, text, among=self._num_named[name]) for text in found)
 
     def _has(self, writer: StoreWriter, source: SourceFile) -> bool:
         try:
@@ -412,6 +417,9 @@ class Conversion:
         if self._is_known(name, size, digest):
             report.num_sources_skipped_existing += 1
             report.bytes_in += size
+            known = self._provenance(stream.source)
+            if known is not None and not equals_but_layers(writer.provenance_of(name), known):
+                self._notes.known(name, "the store has another provenance, which stays; --overwrite replaces it")
             return
         if writer.has_source_named(name):
             report.num_sources_modified += 1
@@ -420,6 +428,8 @@ class Conversion:
                 what = f"{', '.join(stream.source.shared.tables)} or the layout has changed since it was committed"
             if writer.has_source(name, size, partial_fingerprint(digest)):
                 what = "some of its traces were refused"
+            elif writer.has_source(name, size, partial_fingerprint(digest, KEPT)):
+                what = "stored traces were kept instead of its own"
             elif writer.has_source(name, size, digest):
                 what = "another file has changed" if self._reads_all else "its scores may have changed"
             elif writer.has_source(name, size, ""):
@@ -463,7 +473,9 @@ class Conversion:
                 raise
         report.num_conflicts += writer.num_source_conflicts
         # A source with refused traces is read again by the next conversion, which may have other options.
-        writer.end_source(partial_fingerprint(digest) if added.refused else None)
+        keeps = self._options.on_conflict == "keep-first" and writer.num_source_conflicts + added.num_removing
+        end = partial_fingerprint(digest) if added.refused else partial_fingerprint(digest, KEPT) if keeps else None
+        writer.end_source(end)
         self._shared.end_source()
         self.described.read.add(name)
         report.add(name, size, added)
@@ -488,7 +500,8 @@ class Conversion:
             is_new = writer.append_packed(packed, scores=scores, group=group)
             self.described.added(record, writer.index.find, is_new=is_new)
             if known >= 0:
-                self._check_shared(writer, record, known, is_conflict=writer.num_source_conflicts > conflicts)
+                is_conflict = writer.num_source_conflicts > conflicts
+                self._check_shared(writer, record, known, added, is_conflict=is_conflict)
         except InvalidInputError as error:
             error.reason += _ADVICE.get(error.field or "", "")
             if not self._options.skip_bad:
@@ -497,11 +510,13 @@ class Conversion:
         else:
             added.count(packed, is_new=is_new)
 
-    def _check_shared(self, writer: StoreWriter, record: TraceRecord, index: int, *, is_conflict: bool) -> None:
+    def _check_shared(
+        self, writer: StoreWriter, record: TraceRecord, index: int, added: SourceCounts, *, is_conflict: bool
+    ) -> None:
         """Account for a committed trace of the open source, which other sources may have, too."""
-        replaces = self.described.replaces((record.question_id, record.sample), index, writer.read_columns())
-        keeps_last = self._options.on_conflict == "keep-last"
-        if replaces or keeps_last:
+        replaces, removes = self.described.changes((record.question_id, record.sample), index, writer.read_columns())
+        added.num_removing += removes
+        if replaces or self._options.on_conflict == "keep-last":
             self._shared.check(index, is_changed=replaces or is_conflict, is_last=not replaces)
 
     def _append_block(

@@ -59,6 +59,7 @@ class SourceCounts:
     num_bytes: int = 0  # of arrays as in the source
     num_new: int = 0
     num_duplicates: int = 0
+    num_removing: int = 0  # that lack a value which is stored
     num_nonfinite: int = 0
     num_without_embeddings: int = 0
     num_without_tokens: int = 0
