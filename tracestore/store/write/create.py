@@ -10,7 +10,7 @@ from typing import Any
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import labels, schema
 from tracestore.store.format.provenance import Provenance, with_layers
-from tracestore.store.read.columns import Columns, TraceValues
+from tracestore.store.read.columns import TraceValues
 from tracestore.store.vocabulary import SCORES
 from tracestore.store.write.field_values import field_error, label_value, lens_arrays, score_value
 from tracestore.store.write.record import TraceRecord, record_from_dict
@@ -74,7 +74,9 @@ class TraceWriter:
         provenance: Provenance | None = None,
         attention: str | None = None,
     ) -> None:
-        self._writer, self._score, self._provenance = writer, labels.ScoreField(score_direction), provenance
+        self._writer, self._provenance = writer, provenance
+        self._fields = {name: labels.ScoreField(direction) for name, direction in SCORES.items()}
+        self._fields[labels.DEFAULT_SCORE_NAME] = labels.ScoreField(score_direction)
         # By the first trace, which may lack it; then the traces after it lack it too.
         self._is_chosen = attention is not None or writer.manifest.generation > 0
         self._is_refused = False
@@ -101,8 +103,7 @@ class TraceWriter:
         source, version : str, optional
             Where the values come from.
         default : bool
-            Make it the default score, which is used where none is chosen. The first score of a store is
-            in any case.
+            Make it the default score. The first score of a store is in any case.
 
         Raises
         ------
@@ -250,9 +251,7 @@ class TraceWriter:
         """Define the scores whose names state the meaning of a high value. UsageError for any other one."""
         stored = self._writer.attributes.scores
         for name in scores:
-            known = self._score if name == labels.DEFAULT_SCORE_NAME else None
-            if known is None and name in SCORES:
-                known = labels.ScoreField(SCORES[name])
+            known = self._fields.get(name)
             if known is not None and (name not in stored or stored[name].direction != known.direction):
                 self._writer.define_score(name, known)
             elif name not in stored:
@@ -260,35 +259,26 @@ class TraceWriter:
 
     def flush(self) -> None:
         """Commit the traces appended so far."""
-        writer = self._writer
-        writer.commit()
+        self._writer.commit()
         changed, self._changed = self._changed, {}
-        columns, updates = writer.read_columns() if changed else Columns(), {}
-        for key, (scores, _, group) in changed.items():
-            index = writer.index.find(*key)
-            if not scores.items() <= columns.scores_of(index).items() or group not in (None, columns.group(index)):
-                updates[index] = TraceValues(scores, group=group)
-        writer.update_values(updates)
-        writer.commit()
+        self._writer.update_values({self._writer.index.find(*key): values for key, values in changed.items()})
+        self._writer.commit()
 
     def close(self) -> None:
         """Commit and release the store; with ``overwrite=True`` also replace the existing store."""
-        self._close(can_replace=True)
-
-    def _close(self, *, can_replace: bool) -> None:
-        try:
-            self.flush()
-            if can_replace:
-                self._writer.replace_existing()
-        finally:
-            self._writer.close()
+        self.__exit__(None)
 
     def __enter__(self) -> "TraceWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an exception the appended traces are committed, but they do not replace an existing store.
-        self._close(can_replace=kind is None)
+        try:
+            self.flush()
+            if kind is None:
+                self._writer.replace_existing()
+        finally:
+            self._writer.close()
 
 
 def _add_arguments(

@@ -1,6 +1,6 @@
 """Sequences of commands on several stores, compared with a model of their traces after each step.
 
-python -m tests.cli.sequences --first 0 --seconds 600 prints the sequences that end in another state.
+python -m tests.convert.repeated.commands --first 0 --seconds 600 prints the sequences that end in another state.
 """
 
 import argparse

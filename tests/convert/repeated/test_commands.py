@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cli.sequences import run
+from tests.convert.repeated.commands import run
 from tests.tiers import long
 
 
