@@ -93,6 +93,68 @@ def test_another_layout_is_added(tmp_path, folder):
     assert sorted(tracestore.open(tmp_path / "s.zarr").question_ids) == ["q0", "q1", "x"]
 
 
+@pytest.mark.parametrize("columns", [["ok", "other", "ok"], ["ok", "ok", "other"], ["other", "ok", "ok"]])
+def test_the_last_stated_layout_reads_new_files(tmp_path, folder, columns):
+    table(folder / "labels.csv", [{"id": f"q{k}", "ok": k % 2, "other": 1 - k % 2} for k in range(3)])
+    for column, left_out in ((name, {"ok": "other", "other": "ok"}[name]) for name in columns):
+        label = LINES[1].replace("/ok", f"/{column}")
+        convert(folder, tmp_path / "s.zarr", *field_flags(LINES[0], label, f"ignore = labels.csv : []/{left_out}"))
+    dump(folder / "b.pkl", rows(2))
+
+    convert(folder, tmp_path / "s.zarr")
+
+    assert labels(tmp_path / "s.zarr") == {f"q{k}": (k % 2) ^ (columns[-1] == "other") for k in range(3)}
+
+
+def test_the_last_stated_layout_is_kept_if_it_changes_no_trace(tmp_path, folder):
+    without = field_flags(LINES[0], "ignore = labels.csv")
+    for flags in (without, FLAGS, without):
+        convert(folder, tmp_path / "s.zarr", *flags)
+    dump(folder / "b.pkl", rows(2))
+    write_labels(folder, [1, 0, 0])
+
+    convert(folder, tmp_path / "s.zarr")
+
+    assert str(labels(tmp_path / "s.zarr")) == "{'q0': 1.0, 'q1': 0.0, 'q2': nan}"
+
+
+def test_a_layout_that_was_refused_reads_no_later_files(tmp_path, folder):
+    convert(folder, tmp_path / "s.zarr", *FLAGS)
+    inverted = field_flags(LINES[0], LINES[1].replace("is_correct", "is_hallucinated"))
+    assert "expected that they agree" in error_of("convert", folder, tmp_path / "s.zarr", *inverted, code=3)
+    dump(folder / "b.pkl", rows(2))
+    write_labels(folder, [1, 0, 0])
+
+    convert(folder, tmp_path / "s.zarr")
+
+    assert labels(tmp_path / "s.zarr") == {"q0": 1, "q1": 0, "q2": 0}
+
+
+@pytest.mark.parametrize(
+    ("field", "is_in_layout"),
+    [*itertools.product(["question", "generated_answer", "prompt_length"], [False, True]), ("tokens", True)],
+)
+def test_what_a_table_or_a_layout_adds_to_stored_traces_is_not_lost(tmp_path, field, is_in_layout):
+    """A value of a trace is stored with its arrays: it is refused where they are stored, or replaces them."""
+    values = {"question": "why", "generated_answer": "so", "prompt_length": 2, "tokens": [4, 5, 6, 7]}
+    dump(tmp_path / "in/a.pkl", rows(0, 1))
+    path = tmp_path / "in/t.json"
+    table(path, [{"id": f"q{k}", "x": values[field] if k or is_in_layout else None} for k in range(2)])
+    line = field_flags(f"{field} = t.json : [id=id]/x")
+    without = ["--field", "ignore = t.json"] if is_in_layout else line
+    convert(tmp_path / "in", tmp_path / "s.zarr", "--field", LINES[0], *without)
+    table(path, [{"id": f"q{k}", "x": values[field]} for k in range(2)])
+    again = ("convert", tmp_path / "in", tmp_path / "s.zarr", "--field", LINES[0], *line)
+
+    assert f"different content ({field})" in error_of(*again, code=3)
+    command(*again, "--on-conflict", "keep-last", check=0)
+
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        name = {"generated_answer": "answer"}.get(field, field)
+        found = [getattr(trace, name) for trace in store]
+    assert np.array_equal(found, [values[field]] * 2)
+
+
 def test_a_store_of_families_keeps_no_layout(tmp_path):
     write_pickle(tmp_path / "a.pkl", make_traces(3))
     convert(tmp_path / "a.pkl", tmp_path / "s.zarr")

@@ -257,13 +257,17 @@ class DescribedRun:
         return not self.keeps_copies and without_copy_mark(one) == without_copy_mark(other)
 
     def define(self, writer: StoreWriter) -> None:
-        """Define the scores of tables in the store, which keeps stated layouts."""
-        for text in dict.fromkeys(part.kept_text for part in self.parts if part.kept_text is not None):
-            writer.keep_layout(text)
+        """Define the scores of tables in the store; the layouts of a new store are kept from the first commit on."""
+        if not writer.manifest.num_traces:
+            self._keep_layouts(writer)
         # The first score of a store is its default.
         for name in (*self.judgments, *self._directions):
             if name in self._deferred_scores or name in self.judgments:
                 self._define(writer, name)
+
+    def _keep_layouts(self, writer: StoreWriter) -> None:
+        for text in dict.fromkeys(part.kept_text for part in self.parts if part.kept_text is not None):
+            writer.keep_layout(text)
 
     def _define(self, writer: StoreWriter, name: str) -> None:
         direction, stored = self._directions[name], writer.attributes.scores.get(score_of(name))
@@ -302,6 +306,7 @@ class DescribedRun:
         # Another file of the same name may have been left open.
         unread = set(writer.index.read_column("source")[is_unread].tolist())
         closed = [number for number in writer.attributes.open_numbers() if number not in unread]
+        self._keep_layouts(writer)  # not before: a layout that is refused must not replace an earlier one
         values.commit([number for number in closed if writer.index.source(number).path in self.read])
         self._changes = list(values.lines())
 

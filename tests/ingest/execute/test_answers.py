@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.ingest.execute.folders import convert, dump, refuse, states
-from tracestore.errors import UsageError
+from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
+from tracestore.errors import TracestoreError, UsageError
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.language import parse_layout
 from tracestore.ingest.layout.places import plan_of
@@ -291,3 +291,33 @@ def test_rule_08_ignore_leaves_out_a_key_of_records(tmp_path, records, field, va
     (trace,) = convert(tmp_path, {"records": [records], "ignore": [f"a.pkl : []/{field}"]}).values()
 
     assert getattr(trace, field) in (None, "")
+
+
+@pytest.mark.parametrize("states", ["{id}.npy -> L S D", "**/{id}.npy -> L S D"])
+def test_an_answer_in_a_file_without_the_names_of_the_prompt(states, tmp_path):
+    save(tmp_path / "in/q0.npy", np.ones((2, 3, 8), "f4"))
+    table(tmp_path / "in/t.csv", [{"id": "q0", "hs": "x"}])
+
+    refuse(tmp_path, {"hidden_states": [states, "t.csv : [id=id]/hs"]}, "no file t.csv belongs to it")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"tokens": [f"{ITEM}ids", f"{ITEM}hs -> L S D"]}, r"tokens: found parts of the shapes \(3,\) and \(2, 3, 8\)"),
+        ({"question": f"{ITEM}n/x"}, r"\[id=id\]/n/x: found int '2', expected keys or items$"),
+        ({"question": f"{ITEM}hs/x"}, r"/hs/x: found an array .*, expected keys \(the axes of an array follow ->\)$"),
+        ({"question": "a.pkl : */n"}, "expected keys "),
+        ({"is_correct": "a.pkl : {sample}/n"}, "a line for sample states what tells the answers"),
+        ({"hidden_states": f"{ITEM}n -> N L S D"}, "found no value with the axis N, expected one number of N"),
+        ({"question": f"{ITEM}@x", "group": "b.json : *"}, "found two values that no name or \\[\\] tells apart"),
+    ],
+)
+def test_messages_say_what_was_expected(line, words, tmp_path):
+    dump(tmp_path / "in/a.pkl", [{"id": "q0", "hs": states(2, 3, 8), "ids": [4, 5, 6], "n": 2}])
+    table(tmp_path / "in/b.json", {"x": "one", "y": "two"})
+    ignore = [f"{ITEM}ids", f"{ITEM}n", *["b.json"] * ("group" not in line)]
+    ignore = [e for e in [*ignore, f"{ITEM}hs"] if e.rpartition("/")[2] not in str(STATES | line)]
+
+    with pytest.raises(TracestoreError, match=words):
+        convert(tmp_path, STATES | line | {"ignore": ignore})

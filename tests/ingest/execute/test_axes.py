@@ -245,3 +245,24 @@ def test_truth_values_are_no_bits(tmp_path):
     dump(tmp_path / "in/a.pkl", [{"id": "q0", "hs": states(2, 2, 4) > 0}])
     layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "dtype.hidden_states": "float8_e5m2"}
     refuse(tmp_path, layout, "found bool values, expected the bits of float8_e5m2")
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize(
+    ("field", "right", "wrong"),
+    [
+        ("S.lengths", [2, 1, 3], [1, 2, 3]),
+        ("S.starts", [0, 2, 3], [0, 1, 3]),
+        ("S.ends", [2, 3, 6], [3, 2, 6]),
+        ("S.owner", [0, 0, 1, 2, 2, 2], [0, 1, 1, 2, 2, 2]),
+    ],
+)
+def test_rule_09_rows_that_are_stated_twice_agree(field, right, wrong, is_wrong, tmp_path):
+    values = {"h": states(6, 2, 8), "o": np.array([0, 2, 3, 6]), "x": np.array(wrong if is_wrong else right)}
+    dump(tmp_path / "in/a.pkl", values)
+    layout = {"hidden_states": "a.pkl : h -> (N S) L D", "S.offsets": "a.pkl : o"} | {field: "a.pkl : x"}
+
+    if is_wrong:
+        refuse(tmp_path, layout, f"{field}: found other rows than S.offsets")
+    else:
+        assert [trace.num_tokens for trace in convert(tmp_path, layout).values()] == [2, 1, 3]

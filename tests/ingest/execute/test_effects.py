@@ -12,10 +12,13 @@ from tests.helpers import command
 from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.effects import check_effects
+from tracestore.ingest.layout.fields import FIELDS
 from tracestore.ingest.layout.language import parse_layout
 from tracestore.ingest.layout.places import plan_of
 
 ROWS = {"hidden_states": "a.pkl : []/hs -> L S D", "question_id": "a.pkl : []/id"}
+MADE = ("question_id", "sample", "question", "is_correct", "prompt_length", "correctness.f1")
+OF_RANGES = ("S.offsets", "S.starts", "S.ends", "S.owner")
 
 
 def rows(count=4, ids="aabb"):
@@ -57,14 +60,23 @@ def numbered(tmp_path, ids=("a", "b", "a", "a"), names="0123"):
             {"sample": "#", "hidden_states": "*.pkl : {id} -> L S D"},
             "sample: has no effect without a line for question_id",
         ),
+        *(({name: "a.pkl : []/n"}, f"{name}: has no effect without states behind each other") for name in OF_RANGES),
+        *(
+            ({"hidden_states": [], "last_token": "a.pkl : []/h -> L D", name: "a.pkl : []/n"}, f"{name}: has no effect")
+            for name, rule in FIELDS.items()
+            if name[:2] in ("S.", "P.") or ("S" in rule.axes and "K" not in rule.axes and name != "hidden_states")
+        ),
+        ({"P.rows": "a.pkl : []/n"}, "P.rows: has no effect without passes"),
+        *(({name: "={n}"}, f"{name}: ={{n}}: nothing binds n: hidden_states binds N") for name in MADE),
+        ({"tokens": ["={n}", "a.pkl : []/ids"]}, "tokens: ={n}: nothing binds n"),
         ({"question": "t.csv : [N=#, K=#]/q"}, "K joins nothing"),
         ({"question": "t.csv : [N=#, split=split]/q"}, "split joins nothing"),
         ({"question": "{split}.csv : [N=#]/q"}, r"split joins nothing.* write \* in a name"),
     ],
 )
 def test_rule_08_a_setting_or_a_name_without_effect(entries, words):
-    entries = {"hidden_states": "a.pkl : []/hs -> L S D"} | entries
-    plan = plan_of(parse_layout({name: entry for name, entry in entries.items() if entry is not None}))
+    lines = {"hidden_states": "a.pkl : []/hs -> L S D"} | entries
+    plan = plan_of(parse_layout({name: line for name, line in lines.items() if line not in ([], None)}))
 
     with pytest.raises(UsageError, match=words):
         check_effects(plan)

@@ -150,6 +150,19 @@ def test_names_that_count_are_places(tmp_path, first, known):
     check(traces, range(3), has_attention=True, is_numbered=False)
 
 
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_names_that_count_in_another_order_than_stated(tmp_path, is_stacked):
+    """Stated numbers of a stack order it. Next to names alone they may be other numbers, or those of the names."""
+    item = {f"hs{k}": layer(k, 5, 16) for k in range(3)} | {"at": np.stack([attention(k) for k in (2, 0, 1)])}
+    dump(tmp_path / "in/a.pkl", [{"id": f"q{k}"} | item for k in range(2)])
+    layout = {"hidden_states": f"{ITEM}hs{{layer}} -> S D", "L.ids": [2, 0, 1]}
+
+    if is_stacked:
+        check(convert(tmp_path, layout | {"attentions": f"{ITEM}at -> L S S"}), range(3), has_attention=True)
+    else:
+        refuse(tmp_path, layout | {"ignore": f"{ITEM}at"}, r"\(0, 1, 2\) in names, and \[2, 0, 1\]; remove it if")
+
+
 @pytest.mark.parametrize("number", [1, 8])
 def test_rule_04_a_layer_without_attention_is_not_the_embeddings(tmp_path, number):
     numbers = (number, number + 1, number + 2)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.ingest.execute.folders import convert, dump, refuse, states
+from tests.ingest.execute.folders import convert, dump, refuse, save, states
 from tracestore.errors import UsageError
 
 LINES = {"S.mask": "S.padding_mask", "S.padding_mask": "S.mask"}
@@ -56,3 +56,21 @@ def test_a_mask_and_its_complement_are_not_both_stated(tmp_path):
     _, _, layout = batch(tmp_path, "left")
     with pytest.raises(UsageError, match=r"S\.padding_mask: stated in addition to S\.mask"):
         convert(tmp_path, layout | dict.fromkeys(LINES, "a.pkl : m -> N S"))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("change", [0, -1, 1])
+def test_rule_02_lengths_next_to_a_mask(line, side, change, tmp_path):
+    """[lengths of the answer]"""
+    hidden, is_token, layout = batch(tmp_path, side, is_padding=line == "S.padding_mask")
+    save(tmp_path / "in/n.npy", np.add(COUNTS, [0, 0, change]))
+    layout |= {line: "a.pkl : m -> N S", "S.lengths": "n.npy -> N"}
+
+    if change:
+        refuse(tmp_path, layout, f"trace 2, S.lengths: found {4 + change}, expected 4 as the mask says")
+        return
+    for trace, array, tokens in zip(convert(tmp_path, layout).values(), hidden, is_token, strict=True):
+        np.testing.assert_allclose(trace.hidden_states, array[:, tokens], atol=2e-3)
+    with pytest.raises(UsageError, match=r"S\.side: has no effect"):
+        convert(tmp_path, layout | {"S.side": side})

@@ -7,7 +7,7 @@ import pytest
 
 import tracestore
 from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
-from tracestore.errors import UsageError
+from tracestore.errors import TracestoreError, UsageError
 from tracestore.ingest.layout.language import parse_layout
 from tracestore.ingest.layout.places import plan_of
 
@@ -677,6 +677,31 @@ def test_rule_12a_a_label_serves_one_trace(tmp_path):
     traces = convert(tmp_path, layout | {"share.is_correct": ["sample"]})
 
     assert [traces["q1", k].score for k in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["sample"], "serves several traces"),
+        (["model"], "serves several traces"),
+        (["model", "sample"], ""),
+        (["sample", "model"], ""),
+        (["modle", "sample"], "share.is_correct: has no effect without .* names that the states bind"),
+        (["model", "sample", ["id"]], "share.is_correct: has no effect"),
+    ],
+)
+def test_rule_12a_a_label_is_shared_over_the_stated_names_alone(tmp_path, names, words):
+    for k, name in enumerate(["a/q0_0", "a/q0_1", "b/q0_0", "b/q0_1"]):
+        save(tmp_path / f"in/{name}.npy", states(2, 4, 8, seed=k))
+    table(tmp_path / "in/t.csv", [{"id": "q0", "ok": 1}])
+    layout = {"hidden_states": "{model}/{id}_{sample}.npy -> L S D", "is_correct": "t.csv : [id=id]/ok"}
+    layout |= {"question_id": "={model}_{id}", "share.is_correct": names}
+
+    if words:
+        with pytest.raises(TracestoreError, match=words):
+            convert(tmp_path, layout)
+    else:
+        assert [trace.score for trace in convert(tmp_path, layout).values()] == [1, 1, 1, 1]
 
 
 def test_rule_12a_one_row_for_every_rank(tmp_path):

@@ -10,11 +10,14 @@ from tests.helpers import ROOT
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import ItemsStep, KeyStep, parse_address
 from tracestore.ingest.layout.effects import check_effects
+from tracestore.ingest.layout.fields import FIELDS
 from tracestore.ingest.layout.language import fields_of_lines, parse_layout, read_layout
 from tracestore.ingest.layout.places import plan_of
 
 KINDS = tomllib.loads((ROOT / "tests/ingest/corpus/layouts.toml").read_text())
 STATES = {"hidden_states": "*.pkl : []/hs -> L S D"}
+# Prompt and answer lie behind each other along S, which these fields lack.
+OF_ONE_ADDRESS = [name for name, rule in FIELDS.items() if "S" not in rule.axes and not name.startswith("shape.")]
 
 
 def test_an_address_has_files_path_and_axes():
@@ -70,6 +73,16 @@ def test_layouts_of_the_corpus_survive_toml():
         (STATES | {"question": "a.pkl : x//y"}, "empty key"),
         (STATES | {"question": "a.pkl : {x"}, "expected a name"),
         (STATES | {"question": 3}, "expected FILES"),
+        *((STATES | {"scale.hidden_states": v}, "positive number") for v in (0, -1, True, float("nan"), float("inf"))),
+        (STATES | {"is_correct": "a.csv : []/x", "correctness.is_correct": "a.csv : []/y"}, "has the same name"),
+        (
+            STATES | {"correctness.f1": "a.csv : []/x", "hallucination.f1": "a.csv : []/y"},
+            "f1: the score of correctness",
+        ),
+        (STATES | {"hallucination.f1": "a.csv : []/x", "correctness.f1": "={x}"}, "the score of .* has the same name"),
+        (STATES | {"hallucination.is_correct": "a.csv : []/x"}, "1 means the opposite under is_correct"),
+        (STATES | {"correctness.is_hallucinated": "={x}"}, "1 means the opposite under is_hallucinated"),
+        *((STATES | {name: ["a.csv : []/x", "a.csv : []/y"]}, "one address") for name in OF_ONE_ADDRESS),
     ],
 )
 def test_a_wrong_entry_is_refused_with_its_name(entries, words):

@@ -95,3 +95,12 @@ def test_numbers_of_files_with_zeros_in_front(tmp_path, width):
     traces = stores_of(tmp_path)[0]
     assert [traces[str(k)].score for k in range(3)] == [0, 1, 0]
     assert_states(traces["2"], states(3, 6, 8, seed=2))
+
+
+def test_columns_of_unknown_words_bind_no_second_id(tmp_path):
+    dump(tmp_path / "in/a.pkl", [{"qid": f"q{k}", "hidden_states": states(2, 3 + k, 8)} for k in range(3)])
+    table(tmp_path / "in/t.csv", [{"qid": f"q{k}", "ok": k % 2, "bad": 1 - k % 2, "quest": "x"} for k in range(3)])
+
+    proposal = refuse(tmp_path)
+
+    assert proposal.candidates and not any("bound twice" in text for text in proposal.refusals)

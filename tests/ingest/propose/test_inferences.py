@@ -250,7 +250,7 @@ def test_lengths_that_contradict_offsets_are_refused(tmp_path):
         "ignore": ["token_ids.npy"],
         "is_hallucinated": "meta.json : []/hallucinated",
     }
-    with pytest.raises(InvalidInputError, match=r"found other lengths than S\.offsets"):
+    with pytest.raises(InvalidInputError, match=r"found other rows than S\.offsets"):
         convert(tmp_path, layout | {"question_id": "meta.json : []/qid"})
 
 

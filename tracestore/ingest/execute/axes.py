@@ -300,6 +300,11 @@ class LayerOrder:
         stated = self._stated if of_file is None else of_file
         if stated is None and not any(names.values()):
             return None
+        first, *rest = (own for field, own in names.items() if values.get(field) is not None)
+        # Names that count may also be the places of the stated numbers.
+        if stated and first and None not in rest and _is_counted(first) and [*stated] != sorted(stated) == [*first]:
+            found = f"found the layers {first!s:.60} in names, and {stated!s:.60}; remove it if the names are right"
+            raise InvalidInputError(found, field=self._what)
         numbers: dict[str, LayerIds] = {}
         for field, own in names.items():
             if values.get(field) is not None:

@@ -236,7 +236,8 @@ def group_files(plan: Plan, claimed: Claimed) -> tuple[list[FileGroup], list[str
     for text in texts:
         for file in claimed[text]:
             key = tuple(file.bound.get(name) for name in names)
-            _add(groups.setdefault(key, FileGroup(_source_name(plan.states[0].address.files, file), {})), text, file)
+            name = _source_name(plan.states[0].address.files, file) if text == texts[0] else file.name
+            _add(groups.setdefault(key, FileGroup(name, {})), text, file)
     tables: set[str] = set()
     for place in plan.others:
         text = place.address.files.text

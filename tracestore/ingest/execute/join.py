@@ -58,6 +58,7 @@ class Column:
         self.ends: list[tuple[Any, ...]] = []
         self._cached: dict[int, list[Any]] = {}
         self._served: dict[tuple[Any, ...], Any] = {}  # the first trace of each row, where copies are dropped
+        self._firsts: dict[tuple[Any, ...], dict[str, Any]] = {}  # what the first trace of each row binds
         self._numbers: dict[tuple[Any, ...], int] | None = None  # of rows among those of the same value
         self._lists: set[tuple[Any, ...]] | None = None  # the keys of lists of answers
         self.has_made_ids: bool | None = None  # instead of those that names bind; None if no row shows it
@@ -82,8 +83,9 @@ class Column:
         if not cells or cells[0].value is None:
             cells[:] = [cell]
         elif cell.value is not None and cells[0].value != cell.value:
-            where = named(map(_bound_name, self._own), key) or "the file"
-            raise InvalidInputError(f"found two values of {where}", field=self.place.name)
+            where = named(map(_bound_name, self._own), key)
+            found = f"found two values of {where}" if where else "found two values that no name or [] tells apart"
+            raise InvalidInputError(found, field=self.place.name)
 
     def own_environment(self, environment: dict[str, Any], made_id: str | None) -> dict[str, Any]:
         """Return what a trace binds, with the id that the layout makes where the rows have those ids.
@@ -135,6 +137,10 @@ class Column:
         if trace is None or self._served.setdefault(key, trace) != trace or key not in self.used:
             self.used[key] = self.used.get(key, 0) + 1
         return self.used[key]
+
+    def first_of(self, environment: Mapping[str, Any], trace: dict[str, Any]) -> dict[str, Any]:
+        """Return what the first trace of a row binds; `trace` is what this one binds."""
+        return self._firsts.setdefault(_key(self.names, environment), trace)
 
     def leave_out(self, environment: Mapping[str, Any]) -> None:
         """Let a row belong to a trace that is left out, if it serves no other one."""

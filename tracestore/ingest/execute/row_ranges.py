@@ -47,7 +47,7 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]
         If the ranges do not cover the axis, or overlap.
     """
     name = next((name for name in RANGES if name in known), None)
-    values = {name: _integers(array, name) for name, array in known.items()}
+    values: dict[str, Any] = {name: _integers(array, name) for name, array in known.items()}
     starts, ends, lengths = (values.get(of, []) for of in ("S.starts", "S.ends", "S.lengths"))
     if name == "S.starts" and "S.ends" not in values and len(lengths) == len(starts):
         ends = [*map(sum, zip(starts, lengths, strict=True))]
@@ -63,9 +63,14 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]
     else:
         spans = list(zip(starts, ends, strict=True))
     _check_cover(spans, total, name)
-    if lengths and lengths != [end - begin for begin, end in spans]:
-        raise InvalidInputError(f"found other lengths than {name}: rows in another order?", field="S.lengths")
-    for of, own in (("S.starts", [span[0] for span in spans]), ("S.ends", [span[1] for span in spans])):
+    if "S.owner" in values:
+        values["S.owner"] = _runs(values["S.owner"])
+    for of, own in (
+        ("S.lengths", [end - begin for begin, end in spans]),
+        ("S.starts", [span[0] for span in spans]),
+        ("S.ends", [span[1] for span in spans]),
+        ("S.owner", sorted(spans)),
+    ):
         if values.get(of, own) != own:
             raise InvalidInputError(f"found other rows than {name}: rows in another order?", field=of)
     return spans

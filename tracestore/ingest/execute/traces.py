@@ -123,14 +123,25 @@ class TraceCells:
         if value is MISSING:
             return None
         self._check_rows(place, column)
-        is_shared = place.rule.kind not in ("score", "text") or place.name in _SHARED
-        if self._use(place, column, value) > 1 and not is_shared and f"share.{place.name}" not in self.settings:
+        is_shared = self._is_shared(place, column)
+        if self._use(place, column, value) > 1 and not is_shared:
             raise InvalidInputError(
                 f"one row of {place.address} serves several traces; the field needs what tells them apart, or "
                 f'share.{place.name} = ["sample"], or duplicates = "drop" for equal copies, not for parts of one trace',
                 field=place.name,
             )
         return value
+
+    def _is_shared(self, place: Place, column: Column) -> bool:
+        """Return whether a row may serve this trace, too: those of a label differ by names alone that `share` states."""
+        if place.rule.kind not in ("score", "text") or place.name in _SHARED:
+            return True
+        if (names := self.settings.get(f"share.{place.name}")) is None:
+            return False
+        own = {name: self.environment.get(name) for name in self.plan.names - {"N", "K"}}
+        own["sample"] = self.environment.get("sample", self.environment.get("K"))
+        first = column.first_of(column.own_environment(self.environment, self.made_id), own)
+        return all(name in names or value == first[name] for name, value in own.items())
 
     def items_of(self, name: str) -> Iterator[Cell]:
         """Yield the values of a field that may serve several traces."""
@@ -204,6 +215,9 @@ class TraceCells:
             text = pattern.fill(self.environment)
             first = text if place.name == "tokens_decoded" else number_of(text, place.name)
             arrays = [np.asarray([first], object if first is text else None), *arrays]
+        if len(arrays) > 1 and len({array.shape[1:] for array in arrays}) > 1:
+            shapes = " and ".join(str(array.shape) for array in arrays)
+            raise InvalidInputError(f"found parts of the shapes {shapes}, expected one width", field=place.name)
         values = arrays[0] if len(arrays) == 1 else np.concatenate(list(map(numbers_of, arrays)))
         is_of_answer, is_of_states = place.is_of_answer, letter in "STG" and self.plan.is_of_answer
         if is_of_answer == is_of_states:
@@ -359,9 +373,9 @@ def _counts(trace: TraceCells) -> dict[str, int]:
         cells = [cell for part in trace.cells.values() for cell in part if letter in cell.axes]
         found = {extent(cell.value, cell.axes, letter) for cell in cells}
         if len(found) > 1 or None in found:
+            shown = "no value with" if None in found else f"{sorted(map(str, found))!s:.80} on"
             raise InvalidInputError(
-                f"found {sorted(map(str, found))!s:.80} on the axis {letter}, expected one number",
-                field=trace.plan.layout.states,
+                f"found {shown} the axis {letter}, expected one number of {letter}", field=trace.plan.layout.states
             )
         if found:
             counts[letter] = found.pop() or 0

@@ -212,7 +212,7 @@ class Walk:
             others = {k: k for k in value if k not in columns or any(_match_key(s, k) is not None for s, _ in keys)}
             return rows, MappingGroup(others, value.__getitem__)
         if not isinstance(value, Items | Array) and (keys or items):
-            self._refuse(node, (keys or items)[0][0], describe(value))
+            self._refuse(node, (keys or items)[0][0], f"{describe(value)}, expected keys or items")
         return (value, None) if isinstance(value, Items | Array) else (None, None)
 
     def _leaf(self, node: Node, place: Place, value: Value, bound: Bound, in_unit: bool) -> Cells:
@@ -354,7 +354,7 @@ class Walk:
                 if (match := step.parts[0].match(str(k))) is not None:
                     yield from self.cells(child, item, {**bound, **match.bound}, in_unit=in_unit)
         else:
-            self._refuse(node, step, describe(value))
+            self._refuse(node, step, f"{describe(value)}, expected keys (the axes of an array follow ->)")
 
     def _refuse(self, node: Node, step: Step, found: str) -> Any:
         raise InvalidInputError(f"{node.prefix}{step.text}: found {found}", source=self._source)

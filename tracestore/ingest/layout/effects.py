@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import AttributeStep, ItemsStep
-from tracestore.ingest.layout.fields import KEY, LABELS, MASKS, SETTINGS_OF
+from tracestore.ingest.layout.fields import FIELDS, KEY, LABELS, MASKS, SETTINGS_OF, STATES
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan, given_name
 
 
 def check_effects(plan: Plan) -> None:
-    """Raise UsageError for a setting that nothing uses, and for a name that joins nothing."""
-    for name in plan.layout.settings:
+    """Raise UsageError for a setting or a line that nothing uses, and for a name that joins nothing."""
+    for name in (*plan.layout.settings, *plan.layout.addresses):
         head, _, tail = name.partition(".")
         needs, has_effect = _NEEDS.get(head if head in SETTINGS_OF else name, ("", None))
         if has_effect is not None and not has_effect(plan, tail):
@@ -19,10 +19,8 @@ def check_effects(plan: Plan) -> None:
     if plan.layout.addresses.keys() >= {*MASKS}:
         raise UsageError(f"{MASKS[1]}: stated in addition to {MASKS[0]}, its complement; remove one")
     _check_ignored(plan)
+    _check_made_values(plan)
     for place in plan.others:
-        is_of_others = place.name.startswith("shape.") and place.name != f"shape.{plan.layout.states}"
-        if is_of_others or (place.name.startswith("S.") and plan.layout.states == "last_token"):
-            raise UsageError(f"{place.name}: has no effect on the line for {plan.layout.states}; remove it")
         is_key = place.name.startswith(KEY)
         given = given_name(place)
         if is_key and given not in plan.kept_names and not any(given in plan.keys[other] for other in plan.others):
@@ -41,6 +39,16 @@ def _check_ignored(plan: Plan) -> None:
         for place in plan.places:
             if place.name != RECORDS and place.address.files == entry.files and place.address.path in above:
                 raise UsageError(f"ignore: {entry}: has no effect on the line for {place.name}, which reads all of it")
+
+
+def _check_made_values(plan: Plan) -> None:
+    of_fields = {"id", "sample", *(place.name.removeprefix(KEY) for place in plan.others)}
+    for name, pattern in plan.layout.templates.items():
+        # A value in front of those of an address is made last.
+        known = {*plan.names, "file"} | (of_fields if name in plan.layout.addresses else set())
+        if unknown := next((one for one in pattern.names if one not in known), None):
+            states = ", ".join(sorted(plan.names)) or "no name"
+            raise UsageError(f"{name}: ={pattern.text}: nothing binds {unknown}: {plan.layout.states} binds {states}")
 
 
 def _check_names(plan: Plan, place: Place) -> None:
@@ -78,11 +86,26 @@ def _has_numbers(plan: Plan, name: str) -> bool:
     return name == plan.layout.states or (name == "attentions" and _has(plan, name))
 
 
-# What each setting needs, in words and as a condition of the plan and of the name behind its dot.
+# Those of rows; S.lengths are those of padded rows, too.
+_RANGES = ("S.offsets", "S.starts", "S.ends", "S.owner")
+# What settings and lines need, in words and as a condition of the plan and of the name behind their dot.
 _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
+    **{
+        name: ("hidden_states, which have tokens", lambda plan, _: plan.layout.states == "hidden_states")
+        for name, rule in FIELDS.items()
+        if "S" in rule.axes or name == "S.lengths"
+    },
+    **dict.fromkeys(_RANGES, ("states behind each other, -> (N S)", lambda plan, _: _is_flat(plan))),
+    **dict.fromkeys(
+        (f"shape.{name}" for name in STATES), ("a line for the field", lambda plan, name: name == plan.layout.states)
+    ),
+    **dict.fromkeys(("P.rows", "P.repeats", "P.new"), ("passes of the states", lambda plan, _: _states(plan, "P"))),
+    **dict.fromkeys(("scale", "dtype"), ("a line for the field", lambda plan, name: _has_numbers(plan, name))),
     "S.side": (
-        "S.lengths of rows that are padded, or a number of S.padding where it is left",
-        lambda plan, _: not _is_flat(plan) and (_has(plan, "S.lengths") or _is_left_of_ids(plan)),
+        "S.lengths of padded rows without a mask, or a number of S.padding where it is left",
+        lambda plan, _: (
+            not _is_flat(plan) and ((_has(plan, "S.lengths") and not _has(plan, *MASKS)) or _is_left_of_ids(plan))
+        ),
     ),
     "S.pad": ("tokens", lambda plan, _: _has(plan, "tokens")),
     "S.padding": (
@@ -90,15 +113,22 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
         lambda plan, _: _states(plan, "S") and not _is_flat(plan),
     ),
     "S.prompt": ("a line for prompt_length", lambda plan, _: _has(plan, "prompt_length")),
-    "sample": ("a line for question_id", lambda plan, _: _has(plan, "question_id")),
-    **dict.fromkeys(("P.repeats", "P.new"), ("passes of the states", lambda plan, _: _states(plan, "P"))),
+    "sample": (
+        "a line for question_id",
+        lambda plan, _: "sample" not in plan.layout.settings or _has(plan, "question_id"),
+    ),
     "words": ("a label", lambda plan, _: bool({*plan.layout.addresses, *plan.layout.templates} & set(LABELS))),
-    "share": ("a line for the field", lambda plan, name: name in plan.layout.templates or _has(plan, name)),
+    "share": (
+        "a line for the field, and names that the states bind",
+        lambda plan, name: (
+            (name in plan.layout.templates or _has(plan, name))
+            and {"sample", *plan.names}.issuperset(map(str, plan.layout.settings[f"share.{name}"]))
+        ),
+    ),
     "keep": (
         "a line that binds the name, as in [id=id, status=status]",
         lambda plan, name: any(name in place.address.bound or given_name(place) == name for place in plan.places),
     ),
-    **dict.fromkeys(("dtype", "scale"), ("a line for the field", _has_numbers)),
 }
 
 

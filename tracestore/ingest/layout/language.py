@@ -1,6 +1,7 @@
 """Layouts: the fields of a folder of dumps, parsed from TOML and from lines, and written as TOML."""
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ from tracestore.ingest.layout.fields import (
     STATES,
     FieldRule,
     rule_of,
+    score_of,
 )
 from tracestore.ingest.layout.patterns import INNER_NAMES, Pattern, is_name
+from tracestore.store.vocabulary import JUDGMENTS
 
 _MAX_BYTES = 1 << 20
 _MAX_AXES = 4  # of states
@@ -171,11 +174,10 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
             elif str(listed[0]).startswith("="):
                 templates[name] = _template(name, listed[0], is_in_front=listed is value)
                 if listed is value:
-                    addresses[name] = _addresses(value[1:], 1 if name == "prompt_length" else 2)
+                    addresses[name] = _addresses(value[1:], _most_addresses(name))
             else:
                 _check_name(name, FIELDS)
-                # The numbers of a shape may lie in several places.
-                addresses[name] = _addresses(value, _MAX_AXES if name.startswith("shape.") else 2)
+                addresses[name] = _addresses(value, _most_addresses(name))
         except UsageError as error:
             raise UsageError(f"{where}: {name}: {error}") from None
     _add_records(addresses, lists.get("records", ()))
@@ -183,7 +185,21 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
     if not any(name in addresses for name in STATES):
         only = f"{_OTHER_STATES}: mean-pooled states cannot be stored; " * (_OTHER_STATES in entries)
         raise UsageError(f"{where}: {only}states no hidden_states or last_token; a line for one of them is needed")
+    _check_scores(layout, where)
     return layout
+
+
+def _check_scores(layout: Layout, where: str) -> None:
+    """Raise UsageError for two lines of one stored score, and for a judgment that would mean its opposite."""
+    of_stored: dict[str, str] = {}
+    for name, direction in layout.directions().items():
+        other = of_stored.setdefault(score_of(name), name)
+        if other != name:
+            raise UsageError(
+                f"{where}: {name}: the score of {other} has the same name; remove one, or name it otherwise"
+            )
+        if score_of(name) in JUDGMENTS and layout.rule(score_of(name)).direction != direction:
+            raise UsageError(f"{where}: {name}: 1 means the opposite under {score_of(name)}; name it otherwise")
 
 
 def _add_records(addresses: dict[str, tuple[Address, ...]], records: tuple[Address, ...]) -> None:
@@ -197,10 +213,17 @@ def below(record: Address, name: str) -> Address:
     return parse_address(f"{record} {'/' if record.path else ':'} {name}".replace(" / ", "/"))
 
 
+def _most_addresses(name: str) -> int:
+    """Return of how many addresses a field may be: the numbers of a shape, or prompt and answer along S."""
+    rule = rule_of(name)
+    return _MAX_AXES if name.startswith("shape.") else 2 if rule is not None and "S" in rule.axes else 1
+
+
 def _addresses(value: Any, most: int) -> tuple[Address, ...]:
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value) or not 0 < len(value) <= most:
-        raise UsageError(f"found {str(value)[:60]!r}, expected FILES : PATH -> AXES")
+        alone = ", one address: a list is prompt and answer along S" * (most == 1)
+        raise UsageError(f"found {str(value)[:60]!r}, expected FILES : PATH -> AXES{alone}")
     return tuple(parse_address(text) for text in value)
 
 
@@ -257,16 +280,20 @@ def _check_setting_of(name: str, value: Any) -> None:
         raise UsageError(f'found {value!r}, expected true, false or "{MISSING_WORD}"')
     if head == "dtype" and value not in DTYPES:
         raise UsageError(f"found {value!r}, expected one of {', '.join(DTYPES)}")
+    if head == "scale" and (value is True or not 0 < value < math.inf):
+        raise UsageError(f"found {value!r}, expected a positive number")
     if head in ("dtype", "scale") and tail not in (*STATES, "attentions"):
         raise UsageError(f"expected {head}.{STATES[0]}, {head}.{STATES[1]} or {head}.attentions")
-    if head == "keep" and (
-        not is_name(tail)
-        or tail in INNER_NAMES
-        or not all(isinstance(v, str | int) for v in (value if value and isinstance(value, list) else [value]))
-    ):
+    if head == "keep" and not _names_values(tail, value):
         raise UsageError(f"found {value!r}, expected keep.NAME = VALUE or [VALUE, ...] for a name such as status")
     if head == "share" and rule_of(tail) is None:
         raise UsageError("no such field")
+
+
+def _names_values(name: str, value: Any) -> bool:
+    """Return whether the name and the values of an entry `keep` are ones that it takes."""
+    values = value if value and isinstance(value, list) else [value]
+    return is_name(name) and name not in INNER_NAMES and all(isinstance(v, str | int) for v in values)
 
 
 def _text(value: Any) -> str:

@@ -319,8 +319,10 @@ def given_name(place: Place) -> str | None:
 
 def _advice(plan: Plan, place: Place) -> str:
     """Return how a place that nothing joins may be joined."""
-    if field_name := next((name for name in DERIVED if name in place.trace_names), None):
-        return f"; {DERIVED[field_name]} is what {field_name} gives"
+    if "question_id" in place.trace_names:
+        return "; id is what question_id gives"
+    if "sample" in place.trace_names:
+        return "; a line for sample states what tells the answers of the states apart"
     if place.trace_names == {"N"}:
         other = "{id} as in the states, or [id=COLUMN]" if "id" in plan.names else "[NAME=COLUMN]"
         return f"; rows in order need states in order; {other} joins by what rows say"

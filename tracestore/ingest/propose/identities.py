@@ -277,7 +277,7 @@ class Places:
     # Addresses
 
     def address(self, leaf: Leaf, identity: Identity, states: Leaf) -> str | None:
-        """Return the address of a leaf without axes; None if nothing joins it to the states, or a key has no name."""
+        """Return the address of a leaf without axes; None if nothing joins it, a key has no name, or two have one."""
         if "" in leaf.path:
             return None
         steps = []
@@ -288,7 +288,9 @@ class Places:
             steps.append(identity.items[place] if step == ITEMS else _named(step, identity.names.get(place)))
         # Files whose names bind the same as those of the states.
         names = identity.names.get((leaf.files, ()), identity.names.get((states.files, ())))
-        return _named(leaf.files, names) + (f" : {'/'.join(steps)}" if steps else "")
+        text = _named(leaf.files, names) + (f" : {'/'.join(steps)}" if steps else "")
+        bound = re.findall(r"(?<!\\)\{(\w+)|[\[ ](\w+)=", text)
+        return text if len(set(map(max, bound))) == len(bound) else None
 
     def letters(self, leaf: Leaf, identity: Identity) -> frozenset[str]:
         """Return the letters that names and items of a leaf bind."""

@@ -379,14 +379,13 @@ class Attributes:
         return replace(self, provenance=(*self.provenance, provenance)), len(self.provenance)
 
     def with_layout(self, text: str) -> "Attributes":
-        """Return the attributes of a store with sources of this layout; UsageError if it has too many."""
-        if text in self.layouts:
-            return self
-        if len(self.layouts) == MAX_LAYOUTS or len(text) > MAX_LAYOUT_CHARACTERS:
+        """Return the attributes with this layout as the newest; UsageError if a store would have too many."""
+        others = tuple(layout for layout in self.layouts if layout != text)
+        if len(others) == MAX_LAYOUTS or len(text) > MAX_LAYOUT_CHARACTERS:
             raise UsageError(
                 f"a store keeps {MAX_LAYOUTS} layouts of {MAX_LAYOUT_CHARACTERS:,} characters; write the traces to another store"
             )
-        return replace(self, layouts=(*self.layouts, text))
+        return replace(self, layouts=(*others, text))
 
     def array_type(self, name: str) -> tuple[np.dtype, tuple[int, ...], bool]:
         """Return the dtype on disk of a large array, its shape after axis 0, and whether it holds bfloat16.

@@ -248,10 +248,11 @@ class StoreWriter(Changes):
         self._do(define)
 
     def keep_layout(self, text: str) -> None:
-        """Keep the layout that the next sources are read by, from the next commit on."""
+        """Keep the layout of sources as the newest, from the next commit on."""
 
         def keep() -> None:
-            self.attributes = self.attributes.with_layout(text)
+            known, self.attributes = self.attributes.layouts, self.attributes.with_layout(text)
+            self._pending.has_layout |= self.manifest.num_traces > 0 and self.attributes.layouts != known
 
         self._do(keep)
 
