@@ -280,7 +280,7 @@ def _check_setting_of(name: str, value: Any) -> None:
         raise UsageError(f'found {value!r}, expected true, false or "{MISSING_WORD}"')
     if head == "dtype" and value not in DTYPES:
         raise UsageError(f"found {value!r}, expected one of {', '.join(DTYPES)}")
-    if head == "scale" and (value is True or not 0 < value < math.inf):
+    if head == "scale" and not _is_unit(value):
         raise UsageError(f"found {value!r}, expected a positive number")
     if head in ("dtype", "scale") and tail not in (*STATES, "attentions"):
         raise UsageError(f"expected {head}.{STATES[0]}, {head}.{STATES[1]} or {head}.attentions")
@@ -288,6 +288,10 @@ def _check_setting_of(name: str, value: Any) -> None:
         raise UsageError(f"found {value!r}, expected keep.NAME = VALUE or [VALUE, ...] for a name such as status")
     if head == "share" and rule_of(tail) is None:
         raise UsageError("no such field")
+
+
+def _is_unit(value: Any) -> bool:
+    return value is not True and 0 < value < math.inf
 
 
 def _names_values(name: str, value: Any) -> bool:
