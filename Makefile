@@ -22,6 +22,7 @@ help:
 	@echo "make check-resolution  check that every extra can be installed on every platform and Python version"
 	@echo "make test-pythons  the test suites on the installed Python versions, 3.11 to 3.14"
 	@echo "make coverage  lines and branches that the tests reach; make coverage-c: lines of csrc/ that the C tests run"
+	@echo "make docs      the site, in build/site"
 	@echo "make asv       every benchmark once (also: make bench); see bench/README.md"
 	@echo "make results   the benchmarks again, written into bench/RESULTS.md and README.md (about three minutes)"
 	@echo "make gpu       tests, steps, training and memory limits on a GPU, in six minutes; DEVICE=cpu shows that it runs"

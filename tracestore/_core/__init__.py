@@ -11,7 +11,13 @@ from importlib import import_module
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 
-_LIBRARY = import_module("tracestore._core._native").__file__
+try:
+    _LIBRARY = import_module("tracestore._core._native").__file__
+except ModuleNotFoundError:
+    raise ImportError(
+        f"{__file__}: source code that is not compiled, of which Python has imported the package because it runs in "
+        "this folder; run it in another one, or `make install`"
+    ) from None
 # `mapping` comes first: other modules import from it.
 for _name in ("mapping", "blocks", "gather", "gine", "index", "kernels", "pickle", "shuffle"):
     _loader = ExtensionFileLoader(f"{__name__}.{_name}", str(_LIBRARY))

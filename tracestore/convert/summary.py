@@ -11,6 +11,7 @@ from tracestore.errors import InvalidInputError, escape_unprintable, some_of
 from tracestore.store.format.labels import describe, disagreements, unlabeled_note
 from tracestore.store.format.schema import FIELD_BITS, LAYOUT_EDGES, Attributes
 from tracestore.store.read.columns import Columns
+from tracestore.store.vocabulary import VERDICTS
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.written import TraceBlock
 from tracestore.words import format_size, plural
@@ -208,8 +209,10 @@ class ConvertReport:
                 yield text.format(plural(count, "trace"), ON_CONFLICT[on_conflict])
         if self.dropped:
             yield f"not stored, because no field holds such values: {_counts(self.dropped)}"
-        if self.extras:
-            yield f"stored as extras, because no field holds them: {_counts(self.extras)}"
+        if others := {name: count for name, count in self.extras.items() if name not in VERDICTS}:
+            yield f"stored as extras, because no field holds them: {_counts(others)}"
+        if replaced := {name: count for name, count in self.extras.items() if name in VERDICTS}:
+            yield f"stored as extras, because a scores file was given: {_counts(replaced)}"
         if self.num_traces_refused:
             yield f"{plural(self.num_traces_refused, 'trace')} refused, listed in {self.refused_file}"
         for dtype, count in self.num_sources_rounded.items():

@@ -179,8 +179,9 @@ def _properties(name: str, options: dict[str, Any]) -> dict[str, Any]:
     detector = make_detector(name, **options)
     found = plain({**describe(detector), "parameters": detector.parameters})
     texts = [found["summary"], *found["fields"], *(found[key] for key in ("layers", "cost", "reference", "source"))]
-    is_valid = found["kind"] in get_args(Kind) and isinstance(found["parameters"], dict)
-    if not is_valid or not all(isinstance(text, str) for text in texts):
+    if found["kind"] not in get_args(Kind):
+        raise UsageError(f"kind: found {found['kind']!r:.60}, expected one of {', '.join(get_args(Kind))}")
+    if not isinstance(found["parameters"], dict) or not all(isinstance(text, str) for text in texts):
         raise UsageError("its attributes are not those of a tracestore.detectors.Detector")
     return dict(found)
 

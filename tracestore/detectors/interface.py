@@ -133,11 +133,11 @@ class Detector(ABC):
 
     def state(self) -> dict[str, Any]:
         """Return what `fit` learned: numbers, texts, arrays, and lists and dicts of them. UsageError: cannot be saved."""
-        raise UsageError(f"{type(self).__name__} cannot be saved")
+        raise UsageError(f"{type(self).__name__} cannot be saved without the methods state and load_state")
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned; any exception if it is damaged."""
-        raise UsageError(f"{type(self).__name__} cannot be saved")
+        raise UsageError(f"{type(self).__name__} cannot be saved without the methods state and load_state")
 
     def provenance(self, store: TraceStore) -> dict[str, Any]:
         """Return what the detector reads of a store: fields, layers, options and choices, values of JSON."""

@@ -166,6 +166,8 @@ class _Experiment:
         self.runs = folds.plan_runs(self.splits, self.options, self.output_dir)
         if self.options.config.resume:
             self.ranks.on_rank_zero(lambda: folds.check_resumed(self.output_dir, self.runs, self.options.models))
+            if new := [n for n in self.options.models if not any((run.folder / n).exists() for run in self.runs)]:
+                self.log(f"trained now, and not by the earlier run: {', '.join(new)}; --models chooses")
         self.entries: list[dict[str, Any]] = [{"fold": run.fold, "seed": run.seed, "models": {}} for run in self.runs]
         self.results = self._empty_results()
 

@@ -16,7 +16,7 @@ from tracestore.ingest.source_reading import read_traces
 from tracestore.ingest.sources import SourceFile, SourceIdentity, source_fingerprint
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.pack import PackedTrace, pack_record
-from tracestore.store.write.record import MISSING_ATTENTION, TraceRecord
+from tracestore.store.write.record import TraceRecord
 
 
 class PackOptions(NamedTuple):
@@ -112,7 +112,8 @@ def check_attention(record: TraceRecord, options: PackOptions) -> None:
     """
     has_attention = record.attention is not None or record.edges is not None
     if options.attention != "none" and record.hidden is not None and not has_attention:
-        raise InvalidInputError(MISSING_ATTENTION, field="attentions")
+        found = "missing key, and other traces of the store have attention; store these apart, with --attention none"
+        raise InvalidInputError(found, field="attentions")
     if options.refuse_attention and has_attention:
         raise InvalidInputError(
             "found attention, expected none as in the rest of the store; --attention none leaves it out",

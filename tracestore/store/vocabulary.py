@@ -206,21 +206,15 @@ def score_of_word(text: str, direction: str | None) -> float | None:
     return None if direction is None else _YES_OR_NO.get(word)
 
 
-def split_fields(trace: Mapping[str, Any], *, has_verdict: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_fields(trace: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of a dict by name, without those that are None, and its other keys.
-
-    Parameters
-    ----------
-    trace : Mapping[str, Any]
-    has_verdict : bool
-        Whether the labels and scores of the dict count; otherwise they are other keys.
 
     Raises
     ------
     InvalidInputError
         If a key is no text, or looks like a label or score and is no field.
     """
-    names, keys, other_names, suspects = _plan(tuple(trace), has_verdict)
+    names, keys, other_names, suspects = _plan(tuple(trace))
     fields = {name: value for name in names if (value := trace[name]) is not None}
     others = {key: trace[key] for key in keys}
     for name, key in other_names:
@@ -244,18 +238,17 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 10)
-def _plan(keys: tuple[Any, ...], has_verdict: bool) -> _Plan:
+def _plan(keys: tuple[Any, ...]) -> _Plan:
     for key in keys:
         if not isinstance(key, str):
             raise InvalidInputError(f"found a key of type {type(key).__name__}, expected str")
         if key in _OF_SEVERAL:
             found = f"found {key}, which a file of several traces has, expected {FILE_FIELDS[key].stored} of one trace"
             raise InvalidInputError(found, field=key)
-    known = FIELDS.keys() if has_verdict else FIELDS.keys() - VERDICTS
-    others = tuple(key for key in keys if key not in known or key in KEPT)
-    other_names = tuple(pair for pair in _OTHER_NAMES if pair[1] in others and pair[0] in known)
-    suspects = [key for key in others if key not in known and is_named_as_verdict(key)] if has_verdict else []
-    return _Plan(tuple(key for key in keys if key in known), others, other_names, tuple(suspects))
+    others = tuple(key for key in keys if key not in FIELDS or key in KEPT)
+    other_names = tuple(pair for pair in _OTHER_NAMES if pair[1] in others and pair[0] in FIELDS)
+    suspects = [key for key in others if key not in FIELDS and is_named_as_verdict(key)]
+    return _Plan(tuple(key for key in keys if key in FIELDS), others, other_names, tuple(suspects))
 
 
 def is_named_as_verdict(key: str) -> bool:

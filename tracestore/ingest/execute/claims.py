@@ -179,7 +179,8 @@ def claim_files(
     for place in plan.places:
         if not (claimed[place.address.files.text] or place.is_optional):
             reason = _taken(place.address.files, claimed) or f"there are {some_of(list(files))}"
-            raise InvalidInputError(f"no file matches {place.address.files.text}; {reason}", field=place.name)
+            found = f"no file matches {place.address.files.text}; {reason}; without such a file, remove its lines"
+            raise InvalidInputError(found, field=place.name)
     return claimed
 
 

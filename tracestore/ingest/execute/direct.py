@@ -21,11 +21,11 @@ from tracestore.ingest.execute.values import (
     settled,
     typed_value,
 )
-from tracestore.ingest.execute.walk import Bound, Cell, Node, Walk
+from tracestore.ingest.execute.walk import Cell, Node, Walk
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
-from tracestore.ingest.tree import Group, Items, NumpyArray, Value
+from tracestore.ingest.tree import Group, Items, NumpyArray
 from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.write.record import TraceRecord
 
@@ -115,14 +115,10 @@ class DirectReader:
         The node of the items.
     walk : Walk
         The walk through the file.
-    on_unclaimed : callable
-        Called with the node, key and value of each key that no line names, and what is bound there.
     """
 
-    def __init__(
-        self, maker: RecordMaker, node: Node, walk: Walk, on_unclaimed: Callable[[Node, str, Value, Bound], None]
-    ) -> None:
-        self._maker, self._node, self._walk, self._on_unclaimed = maker, node, walk, on_unclaimed
+    def __init__(self, maker: RecordMaker, node: Node, walk: Walk) -> None:
+        self._maker, self._node, self._walk = maker, node, walk
         self._states = maker.plan.layout.states
         self._has_more_ids = any(
             p.axes == ("T",) or is_of_sequences(p) for p in maker.plan.others if p.name == "tokens"
@@ -204,7 +200,7 @@ class DirectReader:
         found = {}
         for key in rest:
             value = item[key]
-            self._on_unclaimed(self._node, key, value, {})
+            self._walk.on_unclaimed(self._node, key, value, {})
             if self._node.has_records and isinstance(value, _EXTRAS):
                 found[str(key)] = value
         return found

@@ -228,8 +228,7 @@ class Execution:
             with error_location(file.name), self._open(file.path, scratch) as opened:
                 value = self._check(text, file.name, opened)
                 walk = Walk(file.name, on_unclaimed)
-                node = root if step is None else root.child(step)
-                reader = DirectReader(maker, node, walk, on_unclaimed)
+                reader = DirectReader(maker, root if step is None else root.child(step), walk)
                 for item, bound in walk.items(root, step, value, {**file.bound, "file": file.name}):
                     yield partial(reader.record, item, bound)
                     del item

@@ -87,11 +87,10 @@ class RecordMaker:
 
     def record(self, values: dict[str, Any], position: int, *, is_row: bool) -> TraceRecord:
         """Return the record of checked values; rules 6a, 17c and 24. `is_row`: they may be padded as rows of a stack."""
-        states, need = values[self._states], self.need_attention
-        is_last = self._states == "last_token"
-        if is_last or (need is None and "attentions" not in values):
-            need = False
-        record = record_from_dict(values, source_name=self._source, position=position, need_attention=need)
+        states, is_last = values[self._states], self._states == "last_token"
+        record = record_from_dict(
+            values, source_name=self._source, position=position, need_attention=self.need_attention
+        )
         record.dropped = []
         if self._has_no_padding:  # the record has compared the shapes
             check_zero_tokens([layer.reshape(1, -1) for layer in states] if is_last else states, self._states)

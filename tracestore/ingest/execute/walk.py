@@ -148,7 +148,7 @@ class Walk:
         on_unclaimed: Callable[[Node, str, Value, Bound], None],
         keeps: Callable[[Bound, str], bool] | None = None,
     ) -> None:
-        self._source, self._on_unclaimed, self._keeps = source, on_unclaimed, keeps
+        self._source, self.on_unclaimed, self._keeps = source, on_unclaimed, keeps
         self._seen: dict[tuple[int, tuple[Any, ...]], ClaimedKeys] = {}
         self._attributed: set[int] = set()  # nodes whose first value had its attributes checked
         self._counts: dict[tuple[Any, ...], int] = {}  # the last number of an answer by what its items say
@@ -175,7 +175,7 @@ class Walk:
                 yield from self._keys(node, children, group, bound, in_unit)
         if group is not None and not node.ignores:
             for key in self.claims(node, group)[1]:
-                self._on_unclaimed(node, key, group[key], bound)
+                self.on_unclaimed(node, key, group[key], bound)
 
     def _add_attributes(self, node: Node, value: Value, bound: Bound) -> None:
         """Report attributes of the first value at a place of traces that may be labels and that no line names."""
@@ -186,7 +186,7 @@ class Walk:
             claimed = {step.name for step, _ in node.children if isinstance(step, AttributeStep)}
             for name in getattr(value, "attributes", {}).keys() - claimed:
                 if is_named_as_verdict(name):
-                    self._on_unclaimed(node, f"@{name}", value.attributes[name], bound)  # type: ignore[union-attr]
+                    self.on_unclaimed(node, f"@{name}", value.attributes[name], bound)  # type: ignore[union-attr]
 
     def _beside(self, node: Node, children: Children, value: Value, bound: Bound, in_unit: bool) -> Cells:
         """Follow steps to attributes and to members of a list."""
@@ -293,7 +293,7 @@ class Walk:
                 yield item, found
             item = None
         for key in group or ():
-            self._on_unclaimed(node, key, group[key], bound)  # type: ignore[index]
+            self.on_unclaimed(node, key, group[key], bound)  # type: ignore[index]
 
     def _keys(self, node: Node, children: Children, value: Group, bound: Bound, in_unit: bool) -> Cells:
         wanted = {id(child) for _, child in children}

@@ -11,7 +11,6 @@ from tracestore._core.pickle import BufferReader, ByteReader, SafeUnpickler
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.limits import Limits
 from tracestore.ingest.pickles import torch_file
-from tracestore.ingest.pickles.joblib_arrays import JoblibArray
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
@@ -70,7 +69,7 @@ class ObjectOpener:
             raise refusal(error) from None
 
     def _special(self, value: Any) -> Value:
-        if isinstance(value, PickledArray | PickledTensor | JoblibArray):
+        if isinstance(value, PickledArray | PickledTensor):
             array = value.resolve()
             return self(array) if isinstance(array, list) else array_value(array, self._charge)
         if isinstance(value, np.ndarray | np.generic):

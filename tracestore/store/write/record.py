@@ -59,8 +59,6 @@ class TraceRecord:
         Whether the source had the embeddings in front of the hidden states of L layers.
     is_head_mean : bool
         Whether `attention` is the mean over heads, with one head.
-    is_label_of_path : bool
-        Whether the path of the source names the label.
     layer_ids : tuple of int, optional
         The layer of the model that each layer comes from.
     scores : dict[str, float]
@@ -91,7 +89,6 @@ class TraceRecord:
     optional: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     label: float | None = None
-    is_label_of_path: bool = False
     has_own_id: bool = True
     is_without_embeddings: bool = False
     is_head_mean: bool = False
@@ -149,7 +146,6 @@ def record_from_dict(
     source_name: str,
     position: int,
     need_attention: bool | None = True,
-    has_verdict: bool = True,
 ) -> TraceRecord:
     """Check a trace, a dict of the fields of `store.vocabulary`, and return its record.
 
@@ -164,8 +160,6 @@ def record_from_dict(
     need_attention : bool or None
         Whether the trace must have attention if it has hidden states of all tokens. False ignores it; None uses it if
         it is present.
-    has_verdict : bool
-        Whether the labels and scores of the trace count. If a scores file has them, those of the trace are extras.
 
     Raises
     ------
@@ -174,7 +168,7 @@ def record_from_dict(
     """
     if type(trace) is not dict and not isinstance(trace, Mapping):
         raise InvalidInputError(f"found {describe(trace)}, expected a dict")
-    fields, extras = vocabulary.split_fields(trace, has_verdict=has_verdict)
+    fields, extras = vocabulary.split_fields(trace)
     record = TraceRecord(question_id="", position=position, extras=extras)
     if "hidden_states" in fields:
         _set_states(record, fields, need_attention)
@@ -199,7 +193,7 @@ def record_from_dict(
     if "attention_mask" in fields or "lengths" in fields:
         _remove_padding(record, fields.get("attention_mask"), fields.get("lengths"))
     require_possible(record)
-    if has_verdict and not vocabulary.VERDICTS.isdisjoint(fields):
+    if not vocabulary.VERDICTS.isdisjoint(fields):
         _set_verdict(record, fields)
     if fields.get("group", "") != "":
         record.group = question_id_text(fields["group"], "group")
