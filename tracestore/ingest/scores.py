@@ -24,7 +24,6 @@ from tracestore.ingest.score_files import (
     id_column_of,
     normalized,
     read_table,
-    sample_column_of,
     score_columns_of,
 )
 from tracestore.store.format.labels import CORRECT, DEFAULT_SCORE_NAME, HALLUCINATION, PREDICTION_COLUMNS, ScoreField
@@ -287,7 +286,8 @@ def _columns(
     if len(candidates) > 1:
         choices = " or ".join(f"--score-column {column}" for column in candidates)
         raise UsageError(f"{path.name}: found columns {' and '.join(candidates)}; choose {choices}")
-    column, samples = candidates[0], sample_column_of(header, ids)
+    # Other names of samples, such as sample_idx and answer_idx, are also those of rows and of choices.
+    column, samples = candidates[0], column_of([name for name in header if name != ids], "sample")
     direction = score_direction or direction_of(column)
     if column == "label" and tuple(header[: len(PREDICTION_COLUMNS)]) == PREDICTION_COLUMNS:
         direction = HALLUCINATION

@@ -39,18 +39,13 @@ class ChangedValues:
     def __init__(self, writer: StoreWriter, on_conflict: OnConflict) -> None:
         self._writer, self.columns, self._on_conflict = writer, writer.read_columns(), on_conflict
         self._updates: dict[int, TraceValues] = {}
-        self._lost: list[int] = []
+        self.lost: list[int] = []
         self.num_replaced = 0
-
-    @property
-    def has_lost(self) -> bool:
-        """Return whether a stored value is one that the sources no longer have."""
-        return bool(self._lost)
 
     @property
     def num_removed(self) -> int:
         """See the class."""
-        return len(self._lost) if self._on_conflict == "keep-last" else 0
+        return len(self.lost) if self._on_conflict == "keep-last" else 0
 
     def __len__(self) -> int:
         return len(self._updates)
@@ -63,7 +58,7 @@ class ChangedValues:
             check_agreement({**dict(stored), **scores}, self._writer.index.question_id(index))
         after: list[Any] = [*scores.values(), label, group]
         if any(is_none(new) and not is_none(old) for old, new in zip(before, after, strict=True) if new is not None):
-            self._lost.append(index)
+            self.lost.append(index)
             if self._on_conflict != "keep-last":
                 after = [None if is_none(value) else value for value in after]
         changed = [
@@ -84,10 +79,10 @@ class ChangedValues:
 
     def commit(self, closed: Collection[int] = ()) -> None:
         """Store the values; the sources of these numbers have all of theirs then."""
-        if self._lost and self._on_conflict == "error":
-            shown = escape_unprintable(self._writer.index.question_id(self._lost[0]), 60)
+        if self.lost and self._on_conflict == "error":
+            shown = escape_unprintable(self._writer.index.question_id(self.lost[0]), 60)
             raise InvalidInputError(
-                f"{plural(len(self._lost), 'stored trace')} such as {shown} have a score, label or group that the sources "
+                f"{plural(len(self.lost), 'stored trace')} such as {shown} have a score, label or group that the sources "
                 "no longer have; --on-conflict keep-last removes it, keep-first keeps it"
             )
         self._writer.update_values(self._updates, closed=closed)
@@ -101,7 +96,7 @@ class ChangedValues:
                 f"scores, labels or groups of {plural(self.num_replaced, 'stored trace')} have changed and were "
                 f"replaced{removed}"
             )
-        if kept := len(self._lost) - self.num_removed:
+        if kept := len(self.lost) - self.num_removed:
             yield f"{plural(kept, 'stored trace')} with a score, label or group that the sources no longer have: it stays"
 
 
@@ -195,7 +190,7 @@ def update_scores(
             values.set(k, {name: row.score}, None, row.group if has_groups else None)
         values.check_questions(scores)
         scored = {k: TraceValues({name: row.score}) for k, row in rows.items() if not math.isnan(row.score)}
-        if not scored and (is_default or not (values.has_lost or has_groups)):
+        if not scored and (is_default or not (values.lost or has_groups)):
             raise InvalidInputError(f"no row of a trace has a {scores.column}", source=scores.path.name)
         num_kept = _num_kept(values.columns.score(name), rows, scores, None if is_named else name)
         if scored:

@@ -335,13 +335,15 @@ def text_of(data: str | bytes) -> str:
         raise InvalidInputError("found bytes that are not UTF-8 text") from None
 
 
-def as_array(value: Value) -> Array | None:
+def as_array(value: Value, depth: int = 0) -> Array | None:
     """Return an array, or nested items as one: numbers or arrays of one shape at each position.
 
     Parameters
     ----------
     value : Value
         A value of the tree. Items of a stream are not read.
+    depth : int
+        Number of lists around the value that are read as axes.
 
     Returns
     -------
@@ -349,10 +351,6 @@ def as_array(value: Value) -> Array | None:
         Items of integers give int64, booleans bool and other numbers float64. None for a value that is no
         array: texts, groups, missing values, items of different shapes, no items.
     """
-    return _as_array(value, 0)
-
-
-def _as_array(value: Value, depth: int) -> Array | None:
     if isinstance(value, Array):
         return value
     if not isinstance(value, Items) or value.is_stream or not value.length or depth == _MAX_AXES:
@@ -363,7 +361,7 @@ def _as_array(value: Value, depth: int) -> Array | None:
             return NumpyArray(array, value.charge)
     parts: list[Array] = []
     for item in value:
-        part = _as_array(item, depth + 1)
+        part = as_array(item, depth + 1)
         if part is None or (parts and part.shape != parts[0].shape):
             return None
         parts.append(part)

@@ -194,11 +194,6 @@ def _key(key: Any) -> Any:
     return int(key) if isinstance(key, np.integer) else "None" if key is None else key
 
 
-def is_named(value: Any) -> bool:
-    """Return whether an item of a list has names in it: whether it may be a trace, and no column of several."""
-    return isinstance(value, dict | PickledObject | PickledGraph)
-
-
 def read_pickle(source: ByteReader, limits: Limits, *, is_list: bool) -> Value | None:
     """Return the tree of a pickle, or of several behind each other as one stream of items.
 
@@ -219,7 +214,7 @@ def read_pickle(source: ByteReader, limits: Limits, *, is_list: bool) -> Value |
         if source.is_eof():
             return root
         return StreamItems(chain(root if isinstance(root, ListItems) else (root,), _pickles(source, open_value)))
-    if not is_named(first) and not isinstance(source, BufferReader):
+    if not isinstance(first, dict | PickledObject | PickledGraph) and not isinstance(source, BufferReader):
         return None
     return StreamItems(chain(iter([open_value(first)]), _items(reader, open_value), _pickles(source, open_value)))
 
