@@ -88,6 +88,7 @@ class DescribedRun:
         self._groups: dict[tuple[str, int], str] = {}
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._num_traces = 0
+        self._has_new = False
         self._layer_ids: list[tuple[int, ...] | None] = []  # those of the first source, when it is known
         self._ids_of_states: dict[int, str] = {}  # by the checksum and the number of tokens
         self.num_equal = 0
@@ -182,6 +183,7 @@ class DescribedRun:
 
     def added_block(self, block: TraceBlock, find: Find) -> None:
         """Do added() for each trace of a block, all of which are new."""
+        self._has_new = True
         self._groups |= {key: group for key, group in zip(block.keys, block.groups, strict=True) if group}
         has_label, *has_score = block.has_value.sum(axis=0).tolist()
         if any(has_score) or (has_label and not self.is_builtin):
@@ -209,6 +211,7 @@ class DescribedRun:
         InvalidInputError
             Rule 14: copies of a trace have different labels.
         """
+        self._has_new |= is_new
         key = record.question_id, record.sample
         is_counted = is_new or not (self._counts_new or key in self._labels)  # a copy counts once
         self._num_traces += is_counted
@@ -257,16 +260,22 @@ class DescribedRun:
         return not self.keeps_copies and without_copy_mark(one) == without_copy_mark(other)
 
     def define(self, writer: StoreWriter) -> None:
-        """Define the scores of tables in the store; the layouts of a new store are kept from the first commit on."""
-        if not writer.manifest.num_traces:
-            self._keep_layouts(writer)
+        """Define the scores of tables in the store; UsageError if it cannot keep the layouts."""
+        for text in self._new_layouts(writer):
+            writer.attributes.with_layout(text)
         # The first score of a store is its default.
         for name in (*self.judgments, *self._directions):
             if name in self._deferred_scores or name in self.judgments:
                 self._define(writer, name)
 
+    def _new_layouts(self, writer: StoreWriter) -> list[str]:
+        """Return the layouts that the store is to keep, the newest last: a stated one, and those that it does not keep yet."""
+        # Parts by kept layouts have the newest first.
+        texts = dict.fromkeys(part.kept_text for part in reversed(self.parts) if part.kept_text is not None)
+        return [text for text in texts if not (self.is_builtin and text in writer.attributes.layouts)]
+
     def _keep_layouts(self, writer: StoreWriter) -> None:
-        for text in dict.fromkeys(part.kept_text for part in self.parts if part.kept_text is not None):
+        for text in self._new_layouts(writer):
             writer.keep_layout(text)
 
     def _define(self, writer: StoreWriter, name: str) -> None:
@@ -276,6 +285,8 @@ class DescribedRun:
 
     def commit(self, writer: StoreWriter) -> None:
         """Commit the sources so far; they are open if labels of theirs are stored at the end."""
+        if self._has_new:
+            self._keep_layouts(writer)
         writer.commit(are_open=bool(self._deferred))
 
     def close(self, has_id: Callable[[str], bool]) -> Iterator[str]:
@@ -306,7 +317,9 @@ class DescribedRun:
         # Another file of the same name may have been left open.
         unread = set(writer.index.read_column("source")[is_unread].tolist())
         closed = [number for number in writer.attributes.open_numbers() if number not in unread]
-        self._keep_layouts(writer)  # not before: a layout that is refused must not replace an earlier one
+        self._keep_layouts(
+            writer
+        )  # not before: without new traces, one that is refused must not replace an earlier one
         values.commit([number for number in closed if writer.index.source(number).path in self.read])
         self._changes = list(values.lines())
 
