@@ -21,6 +21,8 @@ from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES, SYNONYMS
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 # Columns of the question ids, by their normalized names; the first one of a table counts.
 _ID_COLUMNS = (ID_COLUMN, *(name.replace(" ", "_") for name in SYNONYMS[ID_COLUMN]))
+# That of the sample. Other names, such as sample_idx and answer_idx, are also those of rows and of choices.
+_SAMPLE_COLUMNS = ("sample",)
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORES.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
@@ -60,6 +62,11 @@ def column_of(header: Sequence[str], *names: str) -> str | None:
 def id_column_of(header: Sequence[str]) -> str | None:
     """Return the column of the question ids: question_id, or the first of its other names."""
     return column_of(header, *_ID_COLUMNS)
+
+
+def sample_column_of(header: Sequence[str], id_column: str | None) -> str | None:
+    """Return the column of the numbers of answers, next to that of the question ids."""
+    return column_of([name for name in header if name != id_column], *_SAMPLE_COLUMNS)
 
 
 def score_columns_of(header: Sequence[str]) -> list[str]:
