@@ -59,6 +59,7 @@ class Scores:
     rows: dict[Key, ScoreRow] = dataclasses.field(default_factory=dict)
     id_column: str = ID_COLUMN
     group_column: str = GROUP_COLUMN
+    has_groups: bool = False  # an empty cell is no group then
     is_direction_known: bool = True
     label_column: str | None = None
     question_column: str | None = None
@@ -81,6 +82,7 @@ class Scores:
 
     def add(self, key: Key, row: ScoreRow) -> None:
         """Add a row; raise InvalidInputError if its key has another one."""
+        self.has_groups |= row.group != ""
         known = self.rows.setdefault(key, row)
         for column, found, expected in zip(
             (self.column, self.group_column, self.label_column), row, known, strict=True
@@ -89,11 +91,6 @@ class Scores:
                 raise InvalidInputError(
                     f"found a second {column} {found!r} for question {key[0]!r}, expected {expected!r} as before"
                 )
-
-    @property
-    def has_groups(self) -> bool:
-        """Return whether a row has a group."""
-        return any(row.group for row in self.rows.values())
 
     def key_of(self, question_id: str, sample: int) -> tuple[str, int]:
         """Return the key of the row of a trace."""
@@ -296,6 +293,7 @@ def _columns(
         direction = HALLUCINATION
     scores = Scores(path, column, direction or CORRECT, samples, id_column=ids)
     scores.group_column, scores.is_direction_known = group_column or GROUP_COLUMN, direction is not None
+    scores.has_groups = scores.group_column in header
     if id_column is None:
         others = sorted({*header} - {ids, samples, column, group_column})
         scores.question_column = column_of(others, "question")
