@@ -130,6 +130,55 @@ def test_a_layout_that_was_refused_reads_no_later_files(tmp_path, folder):
     assert labels(tmp_path / "s.zarr") == {"q0": 1, "q1": 0, "q2": 0}
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_kept_layouts_keep_their_order_without_a_stated_one(tmp_path, is_alone):
+    """Each conversion reads new files by the newest layout that names them, also if others have none."""
+    store, values = tmp_path / "s.zarr", {}
+
+    def save(name):
+        values[name] = len(values) % 2
+        (tmp_path / "in").mkdir(exist_ok=True)
+        np.savez(tmp_path / f"in/{name}.npz", hs=states(2, 4, 8, seed=len(values)), x=values[name])
+
+    save("a1")
+    older = field_flags("hidden_states = {id}.npz : hs -> L S D", "correctness.q = {id}.npz : x")
+    convert(tmp_path / "in", store, *older)
+    save("b1")
+    newer = ["hidden_states = b{n}.npz : hs -> L S D", "question_id = =b{n}", "hallucination.h = b{n}.npz : x"]
+    convert(tmp_path / "in/b1.npz", store, *field_flags(*newer))
+    for name in ("b2", "b3", "b4"):
+        if is_alone:
+            (tmp_path / "in/b1.npz").unlink(missing_ok=True)
+            convert(tmp_path / "in", store)  # files of the older layout only
+        save(name)
+        convert(tmp_path / "in", store)
+
+    scores = {trace.question_id: dict(trace.scores) for trace in tracestore.open(store)}
+    assert scores == {name: {"q" if name == "a1" else "h": value} for name, value in values.items()}
+    generation = tracestore.open(store).generation
+    convert(tmp_path / "in", store)
+    assert tracestore.open(store).generation == generation
+
+
+def test_traces_that_a_layout_added_before_a_refused_file_are_read_by_it(tmp_path, folder):
+    convert(folder, tmp_path / "s.zarr", *FLAGS)
+    for name in "bc":
+        dump(folder / f"{name}.pkl", rows(2 + (name == "c")))
+    whole = (folder / "c.pkl").read_bytes()
+    (folder / "c.pkl").write_bytes(whole[:-9])
+    write_labels(folder, [1, 0, 1, 1])
+    inverted = field_flags(LINES[0], LINES[1].replace("is_correct", "hallucination.h"))
+    files = [folder / "b.pkl", folder / "c.pkl", folder / "labels.csv"]
+    error_of("convert", *files, tmp_path / "s.zarr", *inverted, code=3)
+    (folder / "c.pkl").write_bytes(whole)
+
+    convert(folder, tmp_path / "s.zarr")
+
+    scores = {trace.question_id: dict(trace.scores) for trace in tracestore.open(tmp_path / "s.zarr")}
+    assert {name for name, own in scores.items() if own.get("h") == 1} >= {"q2", "q3"}
+    assert not {"q2", "q3"} & {name for name, own in scores.items() if "is_correct" in own}
+
+
 @pytest.mark.parametrize(
     ("field", "is_in_layout"),
     [*itertools.product(["question", "generated_answer", "prompt_length"], [False, True]), ("tokens", True)],

@@ -596,6 +596,14 @@ def test_rule_10a_a_file_has_its_own_name_and_not_that_of_a_link_next_to_it(tmp_
     assert {key for key, _ in convert(tmp_path, {"hidden_states": "{id}.npy -> L S D"})} == {"m1", "m2"}
 
 
+def test_rule_10a_links_to_other_folders_have_the_names_that_the_layout_reads(tmp_path):
+    save(tmp_path / "in/raw/x9.npy", states(2, 4, 8))
+    (tmp_path / "in/q0.npy").symlink_to("raw/x9.npy")
+    save(tmp_path / "in/q1.npy", states(2, 4, 8, seed=1))
+
+    assert [key for key, _ in convert(tmp_path, {"hidden_states": "{id}.npy -> L S D"})] == ["q0", "q1"]
+
+
 @pytest.mark.parametrize("copy", ["q1 (1)", "q1-checkpoint", "q1_copy", "q1-Copy2", "q1.bak"])
 def test_rule_10b_copies_are_refused_unless_they_are_meant(tmp_path, copy):
     for name in ("q1", copy):
@@ -702,6 +710,24 @@ def test_rule_12a_a_label_is_shared_over_the_stated_names_alone(tmp_path, names,
             convert(tmp_path, layout)
     else:
         assert [trace.score for trace in convert(tmp_path, layout).values()] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("files", "line", "more"),
+    [
+        ("{id}_{sample}_{rank}.npy", "{id}_{sample}_{rank}.npy", {}),
+        ("seed{sample}/{id}.npy", "seed{seed}/{id}.npy", {"sample": "={seed}"}),
+    ],
+)
+def test_rule_12a_names_that_only_locate_a_file_need_no_share(tmp_path, files, line, more):
+    for k in range(2):
+        save(tmp_path / "in" / files.format(id="q0", sample=k, rank=k), states(2, 4, 8, seed=k))
+    table(tmp_path / "in/t.csv", [{"id": "q0", "ok": 1}])
+    layout = {"hidden_states": f"{line} -> L S D", "is_correct": "t.csv : [id=id]/ok", **more}
+
+    traces = convert(tmp_path, layout | {"share.is_correct": ["sample"]})
+
+    assert {key: trace.score for key, trace in traces.items()} == {("q0", 0): 1, ("q0", 1): 1}
 
 
 def test_rule_12a_one_row_for_every_rank(tmp_path):

@@ -108,15 +108,21 @@ def list_files(arguments: list[Path], store: Path) -> dict[str, Path]:
             pairs = [(argument.name, argument)]
         else:
             raise UsageError(f"{argument}: no such file or folder")
-        # The name of a file is its own, not that of a link such as latest.pt.
-        for name, path in sorted(pairs, key=lambda pair: (pair[1].is_symlink(), natural_key(pair[0]))):
+        own: dict[str, Path] = {}
+        # The name of a file is its own, not that of a link next to it such as latest.pt.
+        for name, path in sorted(pairs, key=lambda pair: (_is_alias(pair[1]), natural_key(pair[0]))):
             if (resolved := os.path.realpath(path)) in real:
                 continue
             real.add(resolved)
             if name in found:
                 raise UsageError(f"{name}: lies below two of the sources; convert them one after the other")
-            found[name] = path
+            own[name] = path
+        found |= dict(sorted(own.items(), key=lambda pair: natural_key(pair[0])))
     return found
+
+
+def _is_alias(path: Path) -> bool:
+    return path.is_symlink() and Path(os.path.realpath(path)).parent == Path(os.path.realpath(path.parent))
 
 
 def _walk(top: Path, store: Path) -> list[tuple[str, Path]]:

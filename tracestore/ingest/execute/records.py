@@ -30,7 +30,7 @@ from tracestore.ingest.execute.values import (
     typed_value,
     verdict_value,
 )
-from tracestore.ingest.layout.fields import KEY, MASKS, score_of
+from tracestore.ingest.layout.fields import KEY, score_of
 from tracestore.ingest.layout.places import DERIVED, RECORDS, Plan
 from tracestore.ingest.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
@@ -187,7 +187,6 @@ class TraceBuilder:
         # Fields of tokens with the value of a first token in front.
         self._in_front = (layout.templates.keys() & layout.addresses.keys()) - {"prompt_length"}
         self.padding = Padding(self.plan)
-        self._is_masked = not layout.addresses.keys().isdisjoint(MASKS)
 
     def record(self, trace: TraceCells, position: int) -> TraceRecord | None:
         """Return the record of a trace, None for one that is left out."""
@@ -281,7 +280,7 @@ class TraceBuilder:
         self._set_prompt_length(trace, values, sizes)
         padded = None if tokens is None or len(tokens) < num_states else tokens
         begin, end = span = self.padding.span(trace, layers, padded, length, sizes)
-        if self._is_masked and length not in (None, end - begin):
+        if self.padding.num_masked is not None and length not in (None, end - begin, self.padding.num_masked):
             raise InvalidInputError(f"found {length}, expected {end - begin} as the mask says", field="S.lengths")
         if begin and self._in_front:
             text = f"found {begin} tokens of padding in front of the token that = gives"

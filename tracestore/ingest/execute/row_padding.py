@@ -41,6 +41,7 @@ class Padding:
         # The entry that states the mask, and the one that states its complement.
         self._mask, self._other_mask = MASKS[::-1] if MASKS[1] in plan.layout.addresses else MASKS
         self._is_masked = bool({*MASKS, "S.lengths"} & plan.layout.addresses.keys())
+        self.num_masked: int | None = None  # what the mask of the last trace keeps
         self._num_rows = 0
         self._spans: set[tuple[int, int]] = set()  # how many tokens were left out before and behind those of rows
         self._doubled: dict[bool, int] = {}  # whether rows begin with one id twice, and that id or the first one
@@ -73,6 +74,7 @@ class Padding:
         is_shown = fill not in (None, "none") and not (is_stated and ids is not None and isinstance(fill, int))
         side = trace.settings.get("S.side")
         filled = span_of_fill(fill, layers, ids) if is_shown else None
+        self.num_masked = None
         if mask is not None:
             begin, end = self._span_of_mask(trace, mask[0], tokens, layers, sizes)
         elif length is not None:
@@ -102,6 +104,7 @@ class Padding:
         if flags.ndim != 1 or not np.isin(flags, (0, 1)).all():
             raise InvalidInputError("found other values than 0 and 1", field=name)
         begin, end = _one_run(flags == (name == MASKS[0]), name)
+        self.num_masked = end - begin  # also of a mask of the first pass, or of the ids
         if len(flags) < num_states:
             if end < len(flags):
                 raise InvalidInputError("the first pass is padded behind its tokens", field=name)

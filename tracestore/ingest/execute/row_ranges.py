@@ -59,6 +59,8 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]
     elif name == "S.lengths":
         spans = list(itertools.pairwise(itertools.accumulate(values[name], initial=0)))
     elif name == "S.owner":
+        if values[name] != sorted(values[name]):
+            raise InvalidInputError("found owners that are not sorted", field=name)
         spans = _runs(values[name])
     else:
         spans = list(zip(starts, ends, strict=True))
@@ -69,7 +71,7 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]
         ("S.lengths", [end - begin for begin, end in spans]),
         ("S.starts", [span[0] for span in spans]),
         ("S.ends", [span[1] for span in spans]),
-        ("S.owner", sorted(spans)),
+        ("S.owner", spans),
     ):
         if values.get(of, own) != own:
             raise InvalidInputError(f"found other rows than {name}: rows in another order?", field=of)
@@ -77,11 +79,15 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]
 
 
 def _runs(owners: list[int]) -> list[tuple[int, int]]:
-    """Return the runs of equal numbers, which are sorted."""
-    if owners != sorted(owners):
-        raise InvalidInputError("found rows of one trace in several places", field="S.owner")
-    ends = list(itertools.accumulate(len(list(run)) for _, run in itertools.groupby(owners)))
-    return list(zip([0, *ends], ends, strict=False))
+    """Return the run of each owner, in the order of the owners."""
+    runs: dict[int, tuple[int, int]] = {}
+    begin = 0
+    for owner, run in itertools.groupby(owners):
+        if owner in runs:
+            raise InvalidInputError("found rows of one trace in several places", field="S.owner")
+        runs[owner] = begin, begin + len(list(run))
+        begin = runs[owner][1]
+    return [runs[owner] for owner in sorted(runs)]
 
 
 def _check_cover(spans: list[tuple[int, int]], total: int, name: str) -> None:

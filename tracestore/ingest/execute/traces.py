@@ -127,10 +127,17 @@ class TraceCells:
         if self._use(place, column, value) > 1 and not is_shared:
             raise InvalidInputError(
                 f"one row of {place.address} serves several traces; the field needs what tells them apart, or "
-                f'share.{place.name} = ["sample"], or duplicates = "drop" for equal copies, not for parts of one trace',
+                f"share.{place.name} = {sorted(self._key().keys() - {'id'})}, or "
+                'duplicates = "drop" for equal copies, not for parts of one trace',
                 field=place.name,
             )
         return value
+
+    def _key(self) -> dict[str, Any]:
+        """Return what tells this trace apart: the names that its id is made of, and the number of the answer."""
+        made = self.plan.layout.templates.get("question_id")
+        own = {name: self.environment.get(name) for name in (("id",) if made is None else made.names)}
+        return own | {"sample": self.environment.get("sample", self.environment.get("K"))}
 
     def _is_shared(self, place: Place, column: Column) -> bool:
         """Return whether a row may serve this trace, too: those of a label differ by names alone that `share` states."""
@@ -138,9 +145,7 @@ class TraceCells:
             return True
         if (names := self.settings.get(f"share.{place.name}")) is None:
             return False
-        own = {name: self.environment.get(name) for name in self.plan.names - {"N", "K"}}
-        own["sample"] = self.environment.get("sample", self.environment.get("K"))
-        first = column.first_of(column.own_environment(self.environment, self.made_id), own)
+        first = column.first_of(column.own_environment(self.environment, self.made_id), own := self._key())
         return all(name in names or value == first[name] for name, value in own.items())
 
     def items_of(self, name: str) -> Iterator[Cell]:

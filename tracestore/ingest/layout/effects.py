@@ -102,10 +102,8 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
     **dict.fromkeys(("P.rows", "P.repeats", "P.new"), ("passes of the states", lambda plan, _: _states(plan, "P"))),
     **dict.fromkeys(("scale", "dtype"), ("a line for the field", lambda plan, name: _has_numbers(plan, name))),
     "S.side": (
-        "S.lengths of padded rows without a mask, or a number of S.padding where it is left",
-        lambda plan, _: (
-            not _is_flat(plan) and ((_has(plan, "S.lengths") and not _has(plan, *MASKS)) or _is_left_of_ids(plan))
-        ),
+        "S.lengths of rows that are padded, or a number of S.padding where it is left",
+        lambda plan, _: not _is_flat(plan) and (_has(plan, "S.lengths") or _is_left_of_ids(plan)),
     ),
     "S.pad": ("tokens", lambda plan, _: _has(plan, "tokens")),
     "S.padding": (
