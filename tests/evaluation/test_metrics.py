@@ -8,9 +8,15 @@ from scipy.special import expit
 from scipy.stats import kstest, rankdata
 from sklearn.metrics import average_precision_score, brier_score_loss, roc_auc_score
 
+from tests.conftest import NUM_RESAMPLES
+from tracestore.console import nan_to_none
 from tracestore.evaluation import metrics
+from tracestore.evaluation.clusters import Resampling
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores, evaluate_runs
+from tracestore.evaluation.metric_table import format_table
 from tracestore.evaluation.significance import bootstrap_p, compare, delong, delong_p, holm, midranks
+from tracestore.pages.notebook import TrainingResults
+from tracestore.reports.detector_tables import model_table, pair_table, verdict
 
 
 def scored(y, logit, *, fold=0, trace=None, question=None, group=None, threshold=0.0, temperature=1.0):
@@ -94,8 +100,10 @@ def test_weighted_metrics_equal_those_of_scikit_learn(case, seed):
 def test_resamples_contain_whole_questions_of_each_stratum():
     clusters = np.array([0, 0, 1, 2, 2, 2, 3, 4])
     strata = np.array([1, 1, 1, 2, 2, 2, 2, 3])
-    draws = metrics.bootstrap(lambda w: w, clusters, strata, 0, 200)
-    assert draws.shape == (200, 8) and np.array_equal(draws, metrics.bootstrap(lambda w: w, clusters, strata, 0, 200))
+    draws = metrics.bootstrap(lambda w: w, clusters, strata, 0)
+    assert draws.shape == (NUM_RESAMPLES, 8) and np.array_equal(
+        draws, metrics.bootstrap(lambda w: w, clusters, strata, 0)
+    )
     first = draws[:, [0, 2, 3, 6, 7]]
     assert np.array_equal(first[:, [0, 0, 1, 2, 2, 2, 3, 4]], draws)
     assert (first[:, :2].sum(1) == 2).all() and (first[:, 2:4].sum(1) == 2).all() and (first[:, 4] == 1).all()
@@ -118,13 +126,14 @@ def test_samples_of_one_question_do_not_narrow_the_interval():
     assert width(apart) == pytest.approx(width(once) / 2, rel=0.2)
 
 
-def test_bootstrap_interval_covers_the_truth():
+def test_bootstrap_interval_covers_the_truth(monkeypatch):
     """95 % intervals of 200 samples of two normal distributions with AUROC 0.7602."""
+    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 300)
     rng, hits = np.random.default_rng(2), 0
     for k in range(200):
         y = np.repeat([0, 1], 40)
         rank_metrics = metrics.RankMetrics(y, rng.normal(size=80) + y)
-        draws = metrics.bootstrap(rank_metrics.weighted, np.arange(80), y, k, 300)
+        draws = metrics.bootstrap(rank_metrics.weighted, np.arange(80), y, k)
         low, high = metrics.percentile_interval(draws[:, 0])
         hits += low <= 0.76025 <= high
     assert 0.89 <= hits / 200 <= 0.99
@@ -180,8 +189,9 @@ def test_delong_under_the_null_and_against_the_bootstrap():
     )
 
 
-def test_the_bootstrap_test_keeps_its_level_with_several_traces_per_question():
+def test_the_bootstrap_test_keeps_its_level_with_several_traces_per_question(monkeypatch):
     """Four samples of one question share their score, so that a test by trace rejects too often."""
+    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 200)
     rng = np.random.default_rng(4)
     y = np.repeat([0, 1], 30)
     by_question, by_trace = [], []
@@ -189,7 +199,7 @@ def test_the_bootstrap_test_keeps_its_level_with_several_traces_per_question():
         shared = rng.normal(size=60) + y
         a, b = (np.repeat(shared + rng.normal(size=60), 4) for _ in range(2))
         yy, question = np.repeat(y, 4), [f"q{k // 4}" for k in range(240)]
-        draws = [BootstrapResampler([scored(yy, s, question=question)], 0).draws(200)[:, 0] for s in (a, b)]
+        draws = [BootstrapResampler([scored(yy, s, question=question)], 0).draws[:, 0] for s in (a, b)]
         by_question.append(bootstrap_p(draws[0] - draws[1]))
         by_trace.append(delong_p(yy, a, b))
     assert np.mean(np.array(by_question) < 0.05) < 0.11
@@ -198,8 +208,9 @@ def test_the_bootstrap_test_keeps_its_level_with_several_traces_per_question():
     assert pair["method"] == "bootstrap" and "delong_p" not in pair
 
 
-def test_the_bootstrap_test_keeps_its_level_with_one_hallucination_in_each_fold():
+def test_the_bootstrap_test_keeps_its_level_with_one_hallucination_in_each_fold(monkeypatch):
     """Drawn within folds, the only hallucination of a fold would be in every resample."""
+    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 200)
     rng = np.random.default_rng(4)
     y, fold = np.arange(105) < 5, np.arange(105) % 5
     folds = [np.flatnonzero(fold == k) for k in range(5)]
@@ -209,7 +220,7 @@ def test_the_bootstrap_test_keeps_its_level_with_one_hallucination_in_each_fold(
         for _ in range(2):
             score = shared + rng.normal(size=105)
             runs = [scored(y[t], score[t], fold=k, trace=t, question=[f"q{i}" for i in t]) for k, t in enumerate(folds)]
-            draws.append(BootstrapResampler(runs, 0).draws(200)[:, 0])
+            draws.append(BootstrapResampler(runs, 0).draws[:, 0])
         p.append(bootstrap_p(draws[0] - draws[1]))
         lengths.append(np.ptp(metrics.percentile_interval(draws[0])))
     assert np.mean(np.array(p) < 0.05) < 0.2
@@ -266,6 +277,50 @@ def test_temperature_corrects_overconfidence():
     assert sum(b["count"] for b in calibration["reliability"]) == 4000
     # Perfect separation gives the most confident temperature, without a warning.
     assert metrics.fit_temperature(np.array([0, 1]), np.array([-800.0, 800.0])) > 0
+
+
+def folds_of(counts, seed=0):
+    """Return folds of so many correct and hallucinated questions."""
+    rng, runs, start = np.random.default_rng(seed), [], 0
+    for fold, both in enumerate(counts):
+        y = np.repeat([0, 1], both)
+        runs.append(scored(y, rng.normal(size=len(y)) + y, fold=fold, trace=start + np.arange(len(y))))
+        start += len(y)
+    return runs
+
+
+@pytest.mark.parametrize(("counts", "share"), [([(2, 1)] * 5, 0.9995), ([(1, 1), (4, 0), (0, 4)], 0.452)])
+def test_resamples_without_a_fold_of_both_classes_are_left_out(counts, share):
+    """One resample with NaN made the interval NaN, and the pages of the results failed."""
+    models = {name: folds_of(counts, seed=k) for k, name in enumerate("ab")}
+    draws = [BootstrapResampler(runs, 0).draws for runs in models.values()]
+    assert len(draws[0]) == len(draws[1]) == pytest.approx(share * NUM_RESAMPLES, rel=0.05)
+    assert len(draws[0]) < NUM_RESAMPLES and np.isfinite(draws).all()
+    entries = {name: evaluate_runs(runs, 0) for name, runs in models.items()}
+    (pair,) = compare(models, 0)
+    found = nan_to_none(
+        [entries["a"]["test"]["auroc_interval"], entries["a"]["test"]["auprc_interval"], pair["interval"]]
+    )
+    reason = entries["a"]["test"]["too_few"]
+    if share > 0.9:
+        assert reason is None and all(low < high for low, high in found)
+        assert 0 < pair["bootstrap_p"] == bootstrap_p(draws[0][:, 0] - draws[1][:, 0])
+    else:
+        assert found == [None] * 3 and pair["p"] is None and "of both classes" in reason == pair["too_few"]
+    page = model_table(entries, {}, "a") + pair_table([pair]) + verdict(entries, [pair], {})
+    results = {"models": entries, "comparisons": [pair], "store": {"path": "s", "num_traces": 9}, "config": {"seed": 0}}
+    text = format_table(results) + page + TrainingResults(results)._repr_html_()
+    assert "nan" not in text.lower() and text.count(str(reason)) == (2 if reason else 0)
+    by_question = Resampling(models["a"], "question", 0)
+    assert by_question.reason == reason and by_question.interval() == entries["a"]["test"]["auroc_interval"]
+
+
+def test_a_run_of_one_class_counts_in_neither_metric():
+    """Its average precision without correct traces is 1, with any scores."""
+    runs = folds_of([(5, 5)] * 2)
+    expected = BootstrapResampler(runs, 0).estimate()
+    one_class = scored(np.ones(6, int), np.arange(6), fold=2, trace=np.arange(20, 26))
+    np.testing.assert_allclose(BootstrapResampler([*runs, one_class], 0).estimate(), expected)
 
 
 @pytest.mark.parametrize(

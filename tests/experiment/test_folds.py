@@ -108,7 +108,7 @@ def interval_999(results, name):
     probes = results.get("probes") or [results.get("probe")]
     entries = probes if name == "probe" else [r["models"][name] for r in runs]
     scores = [RunScores.from_entry(e, k) for k, e in enumerate(entries)]
-    return percentile_interval(BootstrapResampler(scores, 0).draws()[:, 0], 0.999)
+    return percentile_interval(BootstrapResampler(scores, 0).draws[:, 0], 0.999)
 
 
 @pytest.mark.long

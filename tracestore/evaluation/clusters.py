@@ -43,7 +43,7 @@ class Resampling:
         self.values = np.zeros(0)
         if self.reason is None:
             self.method = "jackknife" if is_jackknife else "bootstrap"
-            self.values = (resampler.leave_one_out() if is_jackknife else resampler.draws())[:, 0]
+            self.values = (resampler.leave_one_out() if is_jackknife else resampler.draws)[:, 0]
         if np.isnan(self.values).any():
             self.method, self.reason = None, "without one of the groups, no fold has traces of both classes"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 from tracestore.evaluation import metrics
 from tracestore.split import question_keys
 from tracestore.store.read.store import TraceStore
+
+# With fewer resamples that have a fold of both classes, the others are no sample of what could have been tested.
+MIN_SHARE_OF_DRAWS = 0.9
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ class BootstrapResampler:
         """Return AUROC and average precision: (R, n) -> (R, 2). A run that has one class then is left out."""
         with np.errstate(invalid="ignore", divide="ignore"):
             values = np.array([of_run.weighted(weights[:, columns]) for of_run, columns in self._run_metrics])
+            values[np.isnan(values[..., 0])] = np.nan
             mean: np.ndarray = np.nansum(values, axis=0) / (~np.isnan(values)).sum(0)
         return mean
 
@@ -128,11 +133,20 @@ class BootstrapResampler:
     @property
     def too_few(self) -> str | None:
         """Reason why there is no interval and no test. None if there are."""
-        return metrics.too_few(self.y, self.clusters)
+        reason = metrics.too_few(self.y, self.clusters)
+        if reason is None and len(self.draws) < MIN_SHARE_OF_DRAWS * metrics.BOOTSTRAP_SAMPLES:
+            share = len(self.draws) / metrics.BOOTSTRAP_SAMPLES
+            reason = f"only {share:.0%} of the resamples have a fold of both classes: no interval and no test"
+        return reason
 
-    def draws(self, samples: int | None = None) -> np.ndarray:
-        """Return AUROC and average precision ``(samples, 2)`` of resamples, paired between models."""
-        return metrics.bootstrap(self._mean_over_runs, self.clusters, self.strata, self.seed, samples)
+    @cached_property
+    def draws(self) -> np.ndarray:
+        """AUROC and average precision ``(R, 2)`` of resamples, paired between models.
+
+        Resamples in which no run has both classes are left out: the same ones for every model.
+        """
+        values = metrics.bootstrap(self._mean_over_runs, self.clusters, self.strata, self.seed)
+        return np.compress(~np.isnan(values[:, 0]), values, axis=0)
 
 
 def evaluate_runs(runs: Sequence[RunScores], seed: int) -> dict[str, Any]:
@@ -145,8 +159,7 @@ def evaluate_runs(runs: Sequence[RunScores], seed: int) -> dict[str, Any]:
     estimate, reason = resampler.estimate(), resampler.too_few
     intervals: list[list[float] | None] = [None, None]
     if reason is None:
-        draws = resampler.draws()
-        intervals = [list(metrics.percentile_interval(draws[:, k])) for k in (0, 1)]
+        intervals = [list(metrics.percentile_interval(values)) for values in resampler.draws.T]
     y = np.concatenate([r.y for r in runs])
     p = np.concatenate([metrics.probability(r.logit) for r in runs])
     scaled = np.concatenate([metrics.probability(r.logit, r.temperature) for r in runs])

@@ -70,11 +70,7 @@ class RankMetrics:
 
 
 def bootstrap(
-    statistic: Callable[[np.ndarray], np.ndarray],
-    clusters: np.ndarray,
-    strata: np.ndarray,
-    seed: int,
-    samples: int | None = None,
+    statistic: Callable[[np.ndarray], np.ndarray], clusters: np.ndarray, strata: np.ndarray, seed: int
 ) -> np.ndarray:
     """Resample clusters with replacement within each stratum, with all traces of each cluster.
 
@@ -89,19 +85,16 @@ def bootstrap(
     seed : int
         The same clusters, strata and seed give the same resamples, so that the statistics of
         two models on the same traces are paired.
-    samples : int, optional
-        BOOTSTRAP_SAMPLES by default.
 
     Returns
     -------
     np.ndarray
-        ``(samples, ...)``.
+        ``(BOOTSTRAP_SAMPLES, ...)``.
 
     References
     ----------
     Davison and Hinkley 1997, "Bootstrap Methods and their Application", sections 2.4 and 3.8.
     """
-    samples = BOOTSTRAP_SAMPLES if samples is None else samples
     rng = np.random.default_rng(seed)
     num_clusters = int(clusters.max()) + 1
     stratum_of = np.zeros(num_clusters, strata.dtype)
@@ -109,8 +102,8 @@ def bootstrap(
     members = [np.flatnonzero(stratum_of == s) for s in np.unique(strata)]
     rows = max(1, _CHUNK_VALUES // len(clusters))
     values = []
-    for start in range(0, samples, rows):
-        r = min(rows, samples - start)
+    for start in range(0, BOOTSTRAP_SAMPLES, rows):
+        r = min(rows, BOOTSTRAP_SAMPLES - start)
         counts = np.empty((r, num_clusters))
         for inside in members:
             m = len(inside)

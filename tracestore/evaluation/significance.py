@@ -162,7 +162,7 @@ def compare(models: Mapping[str, Sequence[RunScores]], seed: int) -> list[dict[s
     resamplers = {name: BootstrapResampler(runs, seed) for name, runs in models.items()}
     estimates = {name: float(r.estimate()[0]) for name, r in resamplers.items()}
     reasons = {name: r.too_few for name, r in resamplers.items()}
-    draws = {name: r.draws()[:, 0] for name, r in resamplers.items() if reasons[name] is None}
+    draws = {name: r.draws[:, 0] for name, r in resamplers.items() if reasons[name] is None}
     pairs: list[dict[str, Any]] = []
     for a, b in combinations(models, 2):
         if _tested(models[a]) != _tested(models[b]):
