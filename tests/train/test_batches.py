@@ -342,3 +342,13 @@ def test_a_column_that_is_constant_in_training_is_only_centered(name, dtype, tmp
     np.testing.assert_allclose(standardizer.mean[layer, 3:5], [np.dtype(dtype).type(300.3), 0])
     rows = [t.last_token[layer][None] if name == "lstm_solo" else t.hidden_states[layer] for t in store]
     np.testing.assert_allclose(standardizer.std[layer, 5], np.concatenate(rows).astype("f8")[:, 5].std(), rtol=1e-4)
+
+
+def test_a_constant_column_is_found_in_a_hundred_thousand_rows(tmp_path):
+    """Every sum of squares is rounded in the same direction: the variance was 2e-12 of the squared mean."""
+    hidden = np.full((100_000, 16), 1.6419066, "f4")
+    trace = {"question_id": "q", "hidden_states": [hidden]}
+    store = tracestore.open(write_store(tmp_path / "s.zarr", [trace], dtype="keep", attention="none"))
+    model = make_model("lstm_solo", ModelConfig.from_store(store, **SIZES))
+    fit_standardizer(model, store, np.arange(1), "graph", DistributedContext())
+    assert model.standardiser.std.unique().tolist() == [1]
