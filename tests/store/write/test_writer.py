@@ -2,6 +2,7 @@
 
 import math
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.helpers import make_trace, make_traces, read_all, segment_of, tree_by
 from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.maintain.verify import verify_store
+from tracestore.store.write.create import open_writer
 from tracestore.store.write.writer import StoreWriter
 
 
@@ -117,6 +119,65 @@ def test_a_score_that_is_only_defined_is_committed(tmp_path):
             writer.define_score("judge", direction="hallucination", default=True)
     with tracestore.open(tmp_path / "s.zarr") as store:
         assert (store.score_name, store.score_direction, store.generation) == ("judge", "hallucination", 2)
+
+
+def test_a_definition_keeps_the_values_that_wait_for_the_commit(tmp_path):
+    write_store(tmp_path / "s.zarr", make_traces(2), score=0.5)
+    with tracestore.create(tmp_path / "s.zarr", append=True) as writer:
+        writer.append(make_trace(0), label=1)
+        writer.append(make_trace(1), label=0)
+        writer.define_score("judge")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert store.labels.tolist() == [1, 0] and "judge" in store.score_fields
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_trace_that_gets_arrays_gets_the_values_that_are_appended(tmp_path, is_committed):
+    trace = make_trace(0)
+    last = {"question_id": "q0", "last_token": np.stack(trace["hidden_states"])[:, -1]}
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.append(last, score=0.125)
+        if is_committed:
+            writer.flush()
+        writer.append(trace, score=0.875, group="a")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert (store[0].scores, store[0].group, store[0].num_tokens) == ({"score": 0.875}, "a", len(trace["tokens"]))
+
+
+@pytest.mark.parametrize("is_pending", [False, True])
+@pytest.mark.parametrize("choice", ["keep-first", "error"])
+def test_a_trace_keeps_its_values_if_another_one_is_rejected(tmp_path, choice, is_pending):
+    """Another writer has added the trace meanwhile."""
+    path, other = tmp_path / "s.zarr", make_trace(0, seed=5)
+    with open_writer(path, append=True, on_conflict=choice) as writer:
+        writer.append(make_trace(9), score=0.25)
+        writer.flush()
+        if is_pending:
+            writer.append(other)
+        with tracestore.create(path, append=True) as first:
+            first.append(make_trace(0), score=1.0)
+        if not is_pending:
+            writer.append(make_trace(8), score=0.25)
+            writer.flush()
+        with pytest.raises(InvalidInputError, match="different content") if choice == "error" else nullcontext():
+            writer.append(other, score=0.0, group="a")
+    with tracestore.open(path) as store:
+        assert (store[1].scores, store[1].group) == ({"score": 1.0}, "")
+
+
+def test_values_of_a_trace_that_is_refused_late_are_left_out(tmp_path):
+    path = tmp_path / "s.zarr"
+    writer = tracestore.create(path, append=True)
+    writer.append(make_trace(0, dim=9))
+    writer.append(make_trace(0, dim=9), score=0.75)
+    with tracestore.create(path, append=True) as first:
+        first.append(make_trace(1), score=0.125)
+        first.append(make_trace(2), score=0.25)
+    with pytest.raises(InvalidInputError, match="hidden_dim"):
+        writer.flush()
+    writer.close()
+    with tracestore.open(path) as store:
+        assert store.scores.tolist() == [0.125, 0.25]
 
 
 def test_a_store_without_a_trace_is_not_created(tmp_path):

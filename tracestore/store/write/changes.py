@@ -179,6 +179,10 @@ class Changes:
         """Return whether a file of this name is committed, whatever its contents."""
         return path in self._sources
 
+    def is_pending(self, key: tuple[str, int]) -> bool:
+        """Return whether the next commit adds a trace of the key."""
+        return key in self._pending.keys
+
     def forget_source(self, path: str) -> None:
         """Let no file of this path be known any more."""
         if any(source.fingerprint for source in self._sources.get(path, ())):

@@ -28,19 +28,19 @@ _FLAG = re.compile(
 )
 
 
-def _argument(flag: re.Match[str]) -> str:
-    return f"{flag[1].replace('-', '_')}={'True' if flag[2] is None else repr(flag[2])}"
-
-
 @contextmanager
 def _named_for_programs() -> Iterator[None]:
     """Name the arguments of create() in errors of a block, instead of the flags of commands."""
+
+    def renamed(text: Any) -> str:
+        return _FLAG.sub(lambda flag: f"{flag[1].replace('-', '_')}={repr(flag[2]) if flag[2] else True}", str(text))
+
     try:
         yield
     except (InvalidInputError, UsageError) as error:
         if isinstance(error, InvalidInputError):
-            error.reason = _FLAG.sub(_argument, error.reason)
-        error.args = tuple(_FLAG.sub(_argument, str(text)) for text in error.args)
+            error.reason = renamed(error.reason)
+        error.args = tuple(map(renamed, error.args))
         raise
 
 
@@ -112,10 +112,8 @@ class TraceWriter:
         """
         if direction not in labels.DIRECTIONS:
             raise UsageError(f"found {direction!r}, expected one of {', '.join(labels.DIRECTIONS)}")
-        writer, before = self._writer, self._writer.attributes
-        writer.define_score(name, labels.ScoreField(direction, source, version), is_default=default)
-        if writer.attributes != before and writer.manifest.num_traces:
-            writer.update_values({0: TraceValues()})  # a commit without values would leave the definition out
+        field = labels.ScoreField(direction, source, version)
+        self._writer.define_score(name, field, is_default=default, is_alone=True)
 
     def set_lens(
         self,
@@ -199,12 +197,9 @@ class TraceWriter:
             record = record_from_dict(trace, source_name=name, position=0, need_attention=need)
             if score is not None or scores or label is not None or group:
                 _add_arguments(record, score, scores or {}, label, group)
-            if record.scores:
-                self._define_scores(record.scores)
-            if need is None:
-                self._append_first(record)
-            else:
-                self._append(record)
+            self._define_scores(record.scores)
+            append = self._append_first if need is None else self._append
+            append(record)
 
     def _append_first(self, record: TraceRecord) -> None:
         """Append a record, the first of which decides whether the store has attention."""
@@ -233,17 +228,20 @@ class TraceWriter:
             ids = None if provenance is None else provenance.layer_ids
             if record.layer_ids != ids:
                 raise field_error("layer_ids", str(list(record.layer_ids)), f"{list(ids or ())} as in the provenance")
+        key, has_values = (record.question_id, record.sample), bool(record.scores or record.group)
+        if has_values and writer.manifest.generation and writer.is_pending(key):
+            writer.commit()  # Another writer may have added another trace of the key, which keeps its own values.
+        num_before = writer.num_pending
         writer.begin_source(None, provenance=provenance)
         try:
-            is_new = writer.append_packed(writer.pack(record), scores=record.scores, group=record.group)
+            has_arrays = writer.append_packed(writer.pack(record), scores=record.scores, group=record.group)
         except BaseException:
             writer.abort_source()
             raise
+        is_known = writer.num_pending == num_before and not writer.num_source_conflicts  # 0 after a commit
         writer.end_source()
-        if is_new:
-            self.extras.update(record.extra_names)
-        elif record.scores or record.group:
-            key = record.question_id, record.sample
+        self.extras.update(record.extra_names if has_arrays else ())
+        if has_values and is_known:
             scores, _, group = self._changed.get(key, TraceValues())
             self._changed[key] = TraceValues({**scores, **record.scores}, group=record.group or group)
 
@@ -261,7 +259,9 @@ class TraceWriter:
         """Commit the traces appended so far."""
         self._writer.commit()
         changed, self._changed = self._changed, {}
-        self._writer.update_values({self._writer.index.find(*key): values for key, values in changed.items()})
+        found = {self._writer.index.find(*key): values for key, values in changed.items()}
+        found.pop(-1, None)  # of a refused trace
+        self._writer.update_values(found)
         self._writer.commit()
 
     def close(self) -> None:

@@ -201,8 +201,8 @@ class Pending:
     `keys` maps a key (question id, sample) to its position in `rows`. `patches` maps (trace, field group) to
     new locations of committed traces, by the names of manifest.PATCH_COLUMNS. `updates` maps committed
     traces to new values of their columns; missing ones (NaN, None) keep the old value. `closed_sources` has the
-    numbers of sources that are no longer open, `has_layout` is true if another layout is the newest. `steps` repeats all
-    changes on a newer generation.
+    numbers of sources that are no longer open, `has_attributes` is true if a layout or a score is defined without traces.
+    `steps` repeats all changes on a newer generation.
     """
 
     steps: list[Callable[[], None]] = field(default_factory=list)
@@ -213,7 +213,7 @@ class Pending:
     updates: dict[int, TraceValues] = field(default_factory=dict)
     sources: list[PendingSource] = field(default_factory=list)
     closed_sources: set[int] = field(default_factory=set)
-    has_layout: bool = False
+    has_attributes: bool = False
     segments: list[SegmentWriter | WrittenSegment] = field(default_factory=list)
     lens: PendingLens | None = None
     lens_provenance: int = -1
@@ -227,7 +227,7 @@ class Pending:
     def is_empty(self) -> bool:
         """True if there is nothing to commit."""
         has_values = self.rows or self.patches or self.updates or self.sources or self.closed_sources
-        return not (has_values or self.lens or self.has_layout)
+        return not (has_values or self.lens or self.has_attributes)
 
     @property
     def num_bytes(self) -> int:

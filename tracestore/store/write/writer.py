@@ -214,7 +214,13 @@ class StoreWriter(Changes):
         self._target.remove_files(found)
 
     def define_score(
-        self, name: str, field: labels.ScoreField, *, is_default: bool = False, replaced: Collection[int] = ()
+        self,
+        name: str,
+        field: labels.ScoreField,
+        *,
+        is_default: bool = False,
+        replaced: Collection[int] = (),
+        is_alone: bool = False,
     ) -> None:
         """Define a named score, or replace its definition.
 
@@ -226,6 +232,8 @@ class StoreWriter(Changes):
             Make it the default score, as the first score of a store is in any case.
         replaced : collection of int
             Traces whose scores of this name the caller replaces.
+        is_alone : bool
+            Commit the definition also without values.
 
         Raises
         ------
@@ -243,7 +251,8 @@ class StoreWriter(Changes):
                         f"{field.direction!r} in what is added. Use another name, or replace all values of this one "
                         "(tracestore score)."
                     )
-            self.attributes = self.attributes.with_score(name, field, is_default=is_default)
+            known, self.attributes = self.attributes, self.attributes.with_score(name, field, is_default=is_default)
+            self._pending.has_attributes |= is_alone and self.manifest.num_traces > 0 and self.attributes != known
 
         self._do(define)
 
@@ -252,7 +261,7 @@ class StoreWriter(Changes):
 
         def keep() -> None:
             known, self.attributes = self.attributes.layouts, self.attributes.with_layout(text)
-            self._pending.has_layout |= self.manifest.num_traces > 0 and self.attributes.layouts != known
+            self._pending.has_attributes |= self.manifest.num_traces > 0 and self.attributes.layouts != known
 
         self._do(keep)
 
