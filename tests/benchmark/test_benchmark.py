@@ -267,6 +267,23 @@ def test_detectors_without_their_fields_are_skipped_with_the_reason(tmp_path):
     assert "no detector can run" in message
 
 
+def test_a_store_that_a_fitted_detector_cannot_read_has_no_transfer(path, tmp_path):
+    """The detector lost its cross-validation too."""
+    traces = [make_labeled(k) for k in range(COUNT, 2 * COUNT)]
+    mean = write_store(
+        tmp_path / "mean.zarr", traces, label=lambda k: k % 2, group=lambda k: f"g{k // 5}", attention="mean"
+    )
+    lines, options = [], BenchmarkOptions(("llm_check_attention", "length"), folds=3)
+    results = run_benchmark([path, mean], tmp_path / "out", options, lines.append)
+    for entry in results["stores"].values():
+        assert {"llm_check_attention", "length"} <= set(entry["detectors"]) and not entry["skipped"]
+    assert "llm_check_attention" not in {c["detector"] for c in results["transfer"]} and results["transfer"]
+    (found,) = (line for line in lines if line.startswith("llm_check_attention") and "found 1" in line)
+    assert f"no transfer: {mean}: fitted to attention of 2 heads" in found
+    row = next(r for r in (tmp_path / "out/table.txt").read_text().split("->")[-1].splitlines() if "llm_check" in r)
+    assert len(re.findall(r"0\.\d{3}|1\.000", row)) == 2
+
+
 def test_traces_without_a_score_are_counted(tmp_path):
     traces = [make_labeled(k) for k in range(COUNT)]
     del traces[7]["prompt_length"]

@@ -20,7 +20,7 @@ from tracestore.detectors.interface import Detector
 from tracestore.detectors.logistic import fit_linear
 from tracestore.detectors.registry import make_detector, registry
 from tracestore.detectors.saved import content
-from tracestore.errors import RunInterruptedError, UsageError, escape_unprintable
+from tracestore.errors import MissingFieldError, RunInterruptedError, UsageError, escape_unprintable
 from tracestore.evaluation.metrics import probability, youden_threshold
 from tracestore.oom.memory_limits import PeakMemoryMonitor
 from tracestore.platform_support import MemoryUse, memory_use
@@ -76,8 +76,8 @@ class Measured:
         Processor seconds of the same.
     peak_bytes : int
         Peak of the memory of the process above that before its first detector, without mapped files.
-    unsaved : str or None
-        Why there is no checkpoint.
+    notes : list of str
+        Why there is no checkpoint, or no transfer to a store.
     error : str or None
         Why there are no scores.
     """
@@ -92,7 +92,7 @@ class Measured:
     score_s: float = 0.0
     cpu_s: float = 0.0
     peak_bytes: int = 0
-    unsaved: str | None = None
+    notes: list[str] = field(default_factory=list)
     error: str | None = None
 
 
@@ -169,7 +169,11 @@ def _use_all(
     scheme, rows = ("group" if "group" in data.folds else "question"), np.arange(len(data.y))
     detector = _fitted(result, data, rows, scheme, seed)
     for other in others:
-        detector.check(other.store)
+        try:
+            detector.check(other.store)
+        except MissingFieldError as error:
+            result.notes.append(f"no transfer: {error}")
+            continue
         result.transfer[other.name] = _scored(result, detector, other, np.arange(len(other.y)))
     if checkpoint is None:
         return
@@ -184,7 +188,7 @@ def _use_all(
     try:
         save_checkpoint(checkpoint, content(result.name, detector, data.store, slope, intercept, logit))
     except UsageError as error:
-        result.unsaved = str(error)
+        result.notes.append(str(error))
 
 
 def platt(train: np.ndarray, y: np.ndarray, test: np.ndarray) -> np.ndarray:
@@ -271,7 +275,7 @@ def measure_all(
 
 
 def _costs(result: Measured) -> str:
-    return f"{result.fit_s + result.score_s:.1f} s{f'; {result.unsaved}' if result.unsaved else ''}"
+    return "; ".join([f"{result.fit_s + result.score_s:.1f} s", *result.notes])
 
 
 def _measure_apart(job: _Job, cancelled: threading.Event) -> Measured:
@@ -287,5 +291,5 @@ def measure_plain(name: str, *arguments: Any) -> Measured:
     """Return the result of `measure_detector` without values of classes that the detector defines."""
     result = measure_detector(name, *arguments)
     result.chosen, result.provenance = plain(result.chosen), plain(result.provenance)
-    result.unsaved = None if result.unsaved is None else escape_unprintable(result.unsaved)
+    result.notes = [escape_unprintable(note) for note in result.notes]
     return result
