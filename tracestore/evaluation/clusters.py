@@ -39,13 +39,12 @@ class Resampling:
         is_jackknife = unit == "group" and count < BOOTSTRAP_GROUPS
         too_few_groups = None if count >= MIN_GROUPS else f"{count} groups, fewer than {MIN_GROUPS}"
         self.reason = too_few_groups if is_jackknife else resampler.too_few
-        self.method: str | None = None
         self.values = np.zeros(0)
         if self.reason is None:
-            self.method = "jackknife" if is_jackknife else "bootstrap"
             self.values = (resampler.leave_one_out() if is_jackknife else resampler.draws)[:, 0]
         if np.isnan(self.values).any():
-            self.method, self.reason = None, "without one of the groups, no fold has traces of both classes"
+            self.reason = "without one of the groups, no fold has traces of both classes"
+        self.method = None if self.reason else "jackknife" if is_jackknife else "bootstrap"
 
     def interval(self) -> list[float] | None:
         """Return the 95 % interval, within 0 and 1."""

@@ -157,9 +157,7 @@ def evaluate_runs(runs: Sequence[RunScores], seed: int) -> dict[str, Any]:
     """
     resampler = BootstrapResampler(runs, seed)
     estimate, reason = resampler.estimate(), resampler.too_few
-    intervals: list[list[float] | None] = [None, None]
-    if reason is None:
-        intervals = [list(metrics.percentile_interval(values)) for values in resampler.draws.T]
+    intervals = [None if reason else list(metrics.percentile_interval(values)) for values in resampler.draws.T]
     y = np.concatenate([r.y for r in runs])
     p = np.concatenate([metrics.probability(r.logit) for r in runs])
     scaled = np.concatenate([metrics.probability(r.logit, r.temperature) for r in runs])

@@ -160,25 +160,21 @@ def compare(models: Mapping[str, Sequence[RunScores]], seed: int) -> list[dict[s
         The models were not tested on the same folds, traces and labels.
     """
     resamplers = {name: BootstrapResampler(runs, seed) for name, runs in models.items()}
-    estimates = {name: float(r.estimate()[0]) for name, r in resamplers.items()}
-    reasons = {name: r.too_few for name, r in resamplers.items()}
-    draws = {name: r.draws[:, 0] for name, r in resamplers.items() if reasons[name] is None}
     pairs: list[dict[str, Any]] = []
     for a, b in combinations(models, 2):
         if _tested(models[a]) != _tested(models[b]):
             raise ValueError(f"{a} and {b} were tested on different traces, labels or folds")
-        pair: dict[str, Any] = {"first": a, "second": b, "difference": estimates[a] - estimates[b]}
-        if reasons[a] is not None:
-            pair |= dict.fromkeys(("interval", "method", "p", "p_holm")) | {"too_few": reasons[a]}
-            pairs.append(pair)
+        first, second = resamplers[a], resamplers[b]
+        pair: dict[str, Any] = {"first": a, "second": b, "difference": float((first.estimate() - second.estimate())[0])}
+        if (reason := first.too_few) is not None:
+            pairs.append(pair | dict.fromkeys(("interval", "method", "p", "p_holm")) | {"too_few": reason})
             continue
         one_run = len(models[a]) == len(models[b]) == 1
-        independent = one_run and resamplers[a].num_questions == len(resamplers[a].trace)
-        differences = draws[a] - draws[b]
+        independent = one_run and first.num_questions == len(first.trace)
+        differences = first.draws[:, 0] - second.draws[:, 0]
         p = {"bootstrap_p": bootstrap_p(differences)}
         if independent:
-            first, second = models[a][0], models[b][0]
-            p["delong_p"] = delong_p(first.y, first.logit, second.logit)
+            p["delong_p"] = delong_p(models[a][0].y, models[a][0].logit, models[b][0].logit)
         method = "delong" if independent and not np.isnan(p["delong_p"]) else "bootstrap"
         interval = list(percentile_interval(differences))
         pairs.append(pair | {"interval": interval, "method": method, "p": p[f"{method}_p"], **p})
