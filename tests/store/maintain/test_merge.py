@@ -21,6 +21,7 @@ from tests.helpers import (
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.maintain.merge import merge_stores
+from tracestore.store.maintain.transfer import Transfer
 from tracestore.store.maintain.verify import verify_store
 
 
@@ -226,6 +227,26 @@ def test_arrays_that_another_source_added_are_merged(tmp_path):
         assert merged.info()["num_sources"] == 3
 
 
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("is_earlier", [False, True], ids=["into a new store", "into one with the first file"])
+def test_last_tokens_that_replaced_others_are_merged(tmp_path, codec, is_earlier):
+    """The texts of their file are not those of the trace, and are not compared with them."""
+    trace = make_trace(0)
+    graph = {name: trace[name] for name in ("question_id", "hidden_states", "attentions", "tokens")}
+    write_pickle(tmp_path / "data" / "a.pkl", [graph])
+    convert(tmp_path / "data", tmp_path / "m.zarr", "--codec", codec)
+    last = np.stack(trace["hidden_states"])[:, -1] + 1
+    write_pickle(tmp_path / "data" / "b.pkl", [{"question_id": "q0", "last_token": last, "question": "why"}])
+    convert(tmp_path / "data", tmp_path / "s.zarr", "--on-conflict", "keep-last")
+    if is_earlier:
+        with pytest.raises(InvalidInputError, match="different content"):
+            merge_stores([tmp_path / "s.zarr"], tmp_path / "m.zarr")
+        return
+    for _ in range(2):
+        merge_stores([tmp_path / "s.zarr"], tmp_path / "new.zarr", codec=codec)
+        assert_same(tracestore.open(tmp_path / "s.zarr"), tracestore.open(tmp_path / "new.zarr"))
+
+
 def test_a_subset_does_not_contain_its_sources_completely(tmp_path):
     data = two_families(tmp_path / "data", make_traces(4, tokens=3))
     convert(data, tmp_path / "both.zarr")
@@ -251,6 +272,29 @@ def test_a_known_file_whose_trace_was_replaced_is_compared(tmp_path):
     with pytest.raises(InvalidInputError, match="different content"):
         merge_stores([tmp_path / "one.zarr"], tmp_path / "m.zarr")
     assert tree_bytes(tmp_path / "m.zarr") == before
+
+
+def test_a_repeated_merge_compares_only_traces_in_other_segments(tmp_path, monkeypatch):
+    write_pickle(tmp_path / "data" / "a.pkl", make_traces(3))
+    convert(tmp_path / "data", tmp_path / "s.zarr")
+    write_store(tmp_path / "other.zarr", [make_trace(9)])
+    compared, append = [], Transfer.append
+    monkeypatch.setattr(Transfer, "append", lambda self, index: compared.append(index) or append(self, index))
+
+    def merge():
+        compared.clear()
+        report = merge_stores([tmp_path / "other.zarr", tmp_path / "s.zarr"], tmp_path / "m.zarr")
+        return report.num_traces_new, report.num_duplicates, len(compared)
+
+    assert [merge(), merge()] == [(4, 0, 4), (0, 4, 0)]
+    with tracestore.create(tmp_path / "s.zarr", append=True) as writer:
+        writer.append(make_trace(1), label=1)
+    assert [merge(), merge()] == [(0, 4, 3), (0, 4, 0)]
+    assert np.nansum(tracestore.open(tmp_path / "m.zarr").labels) == 1
+    write_pickle(tmp_path / "data" / "a.pkl", [make_trace(2, seed=5)])
+    convert(tmp_path / "data", tmp_path / "m.zarr", "--on-conflict", "keep-last")
+    with pytest.raises(InvalidInputError, match="different content"):
+        merge()
 
 
 def test_a_merge_lists_the_newest_source_of_a_name_last(tmp_path):

@@ -16,6 +16,7 @@ from tracestore.store.io.files import is_same_location, parse_location
 from tracestore.store.io.fsio import require_free_bytes
 from tracestore.store.maintain.selection import by_source
 from tracestore.store.maintain.transfer import Transfer
+from tracestore.store.read.batch_sources import GRAPH_SEGMENT, SEQUENCE_SEGMENT
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.index import SourceEntry
 from tracestore.store.read.joined import joined_score_fields, require_same_options
@@ -211,6 +212,9 @@ def _merge_source(
     # The source of traces that a program appended has no fingerprint: its name does not identify it. A source
     # that is copied in part gets none either: its other traces may be added later.
     fingerprint = source.fingerprint if is_whole else ""
+    if writer.has_source_named(source.path) and _has_rows(writer, store, indices):
+        report.num_duplicates += len(indices)
+        return
     added = duplicates = 0
     writer.begin_source(source.path, source.size, fingerprint, source.provenance)
     try:
@@ -227,6 +231,28 @@ def _merge_source(
         writer.end_source()
     report.num_traces_new += added
     report.num_duplicates += duplicates
+
+
+def _has_rows(writer: StoreWriter, store: TraceStore, indices: np.ndarray) -> bool:
+    """Return whether the destination has these traces in equal segments, and with their labels."""
+    samples = store.internals.index.read_column("sample")[indices].tolist()
+    keys = zip(store.question_ids.take(indices), samples, strict=True)
+    found = np.array([writer.index.find(*key) for key in keys], np.int64)
+    if (found < 0).any():
+        return False
+    own, other = store.internals.index.locations(indices), writer.index.locations(found)
+    segments = (GRAPH_SEGMENT, SEQUENCE_SEGMENT)
+    if not np.array_equal(np.delete(own, segments, axis=1), np.delete(other, segments, axis=1)):
+        return False
+    pairs = np.unique(np.stack([own[:, segments], other[:, segments]], axis=2).reshape(-1, 2), axis=0)
+    for one, two in pairs.tolist():
+        # The path of a segment has the hash of its rows, with their checksums.
+        if min(one, two) < 0 and one != two:
+            return False
+        if one >= 0 and store.internals.index.segment(one) != writer.index.segment(two):
+            return False
+    labels = store.labels[indices]
+    return bool((np.isnan(labels) | (labels == writer.read_columns().labels[found])).all())
 
 
 def _list_newest_sources(writer: StoreWriter, store: TraceStore, indices: np.ndarray) -> None:

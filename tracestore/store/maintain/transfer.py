@@ -75,6 +75,7 @@ class Transfer:
                 )
                 packed = _packed_row(self._store, number, row, tokens, layout, (number, row) == sequence)
                 packed.arrays = _arrays(trace, packed)
+            packed.has_texts = (number, row) == graph or graph[0] < 0
             packed.record = replace(packed.record, question_id=trace.question_id, label=label)
             took |= self._writer.append_packed(packed, scores=scores, group=group)
         return took

@@ -114,10 +114,11 @@ class KeyResolver:
                 missing.add(group)
             elif self._stored_crc(stored, name) != crc:
                 difference = "arrays"
-        if difference is None:
+        if difference is None and trace.has_texts:
             given, kept = ComparedTrace.of(trace).fields, self._stored_fields(stored)
             # The texts of a trace are those of its graph location. Files may have traces in common, of which the first
-            # one has more texts, but a file that is read again replaces its own.
+            # one has more texts, but a file that is read again replaces its own. The index keeps the source of the key,
+            # not that of a location that another source added: its texts may be lost without a difference.
             texts = mf.GROUP_GRAPH if stored["graph_segment"] >= 0 else mf.GROUP_SEQUENCE
             lost = kept if mf.GROUP_GRAPH in missing else given
             source = self._pending.sources[-1]

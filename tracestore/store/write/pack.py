@@ -55,6 +55,8 @@ class PackedTrace:
         Dtype of the source if arrays were rounded to float16 that --dtype keep would keep.
     has_states, has_last_token : bool
         Whether its segment has its hidden states, and its last token. False until it is appended.
+    has_texts : bool
+        False for last tokens whose trace has the texts of another row, that of its graph.
     source_bytes : int
         Size of its arrays in the source in bytes, if they were read from one.
     segment, row : SegmentWriter or WrittenSegment or None, int
@@ -82,6 +84,7 @@ class PackedTrace:
     rounded_from: str | None = None
     has_states: bool = False
     has_last_token: bool = False
+    has_texts: bool = True
     source_bytes: int = 0
     segment: Any = None
     row: int = -1
