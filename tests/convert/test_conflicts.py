@@ -97,6 +97,16 @@ def test_on_conflict_applies_to_labels(tmp_path):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_skipped_trace_gives_no_label(tmp_path, data, workers):
+    write_pickle(data / "a.pkl", [make_trace(0), make_trace(1)])
+    convert(data, tmp_path / "s.zarr")
+    write_pickle(data / "b.pkl", [changed(make_trace(0)) | {"label": 1}, make_trace(1) | {"label": 0}])
+    for _ in range(2):
+        convert(data, tmp_path / "s.zarr", "--on-conflict", "keep-first", "--workers", workers)
+        np.testing.assert_equal(tracestore.open(tmp_path / "s.zarr").labels, [np.nan, 0])
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("covered", [2, 1])
 def test_a_scores_file_that_is_added_later_replaces_labels_only_if_the_user_chooses(tmp_path, data, workers, covered):
     value = {"sequences": np.ones((2, 3, 4), "f2"), "labels": [0.0, 1.0], "question_ids": ["a", "b"]}

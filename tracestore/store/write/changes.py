@@ -1,5 +1,6 @@
 """The changes that a writer has collected on one generation, which another one may follow before they are committed."""
 
+import math
 from collections.abc import Callable, Iterable
 
 from tracestore.errors import InvalidInputError, StoreLockedError, UsageError
@@ -304,7 +305,8 @@ class Changes:
         try:
             attributes = self.attributes if trace is None else fit_attributes(self.attributes, trace)
             groups = self._keys.resolve_known(record) if trace is None else self._keys.resolve_new(trace)
-            label = self._keys.resolve_label(record)
+            is_rejected = not groups and self._keys.num_conflicts > num_conflicts
+            label = math.nan if is_rejected else self._keys.resolve_label(record)
             self._keys.num_conflicts = min(self._keys.num_conflicts, num_conflicts + 1)  # a trace is one
             self.attributes = attributes
         except InvalidInputError as error:

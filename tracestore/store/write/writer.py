@@ -196,7 +196,7 @@ class StoreWriter(Changes):
             segment, row = self._append(trace, self.split_bytes)
             entry = Entry(record, given, trace, segment, row)
         else:
-            entry = Entry(Key(record.question_id, record.sample, record.position, record.label), given)
+            entry = Entry(Key(record.question_id, record.sample, record.position, label), given)
         self._pending.sources[-1].entries.append(entry)
         self._accept(entry, groups, label)
         return bool(groups)
