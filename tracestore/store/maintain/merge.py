@@ -158,13 +158,18 @@ def _check_source(store: TraceStore, indices: np.ndarray, destination: str | os.
         raise UsageError(f"{store.path}: is a source and the destination")
 
 
+def _keys(store: TraceStore, indices: np.ndarray) -> list[tuple[str, int]]:
+    """Return the question ids and samples of some traces."""
+    samples = store.internals.index.read_column("sample")[indices].tolist()
+    return list(zip(store.question_ids.take(indices), samples, strict=True))
+
+
 def _new_traces(writer: StoreWriter, copies: Sequence[tuple[TraceStore, np.ndarray]]) -> list[np.ndarray]:
     """Return those of the chosen traces of each store whose key neither the destination nor an earlier store has."""
     seen: set[tuple[str, int]] = set()
     found = []
     for store, indices in copies:
-        samples = store.internals.index.read_column("sample")[indices].tolist()
-        keys = list(zip(store.question_ids.take(indices), samples, strict=True))
+        keys = _keys(store, indices)
         found.append(indices[np.array([key not in seen and writer.index.find(*key) < 0 for key in keys], bool)])
         seen.update(keys)
     return found
@@ -235,24 +240,18 @@ def _merge_source(
 
 def _has_rows(writer: StoreWriter, store: TraceStore, indices: np.ndarray) -> bool:
     """Return whether the destination has these traces in equal segments, and with their labels."""
-    samples = store.internals.index.read_column("sample")[indices].tolist()
-    keys = zip(store.question_ids.take(indices), samples, strict=True)
-    found = np.array([writer.index.find(*key) for key in keys], np.int64)
-    if (found < 0).any():
+    found = np.array([writer.index.find(*key) for key in _keys(store, indices)], np.int64)
+    labels = store.labels[indices]
+    if (found < 0).any() or not (np.isnan(labels) | (labels == writer.read_columns().labels[found])).all():
         return False
     own, other = store.internals.index.locations(indices), writer.index.locations(found)
     segments = (GRAPH_SEGMENT, SEQUENCE_SEGMENT)
-    if not np.array_equal(np.delete(own, segments, axis=1), np.delete(other, segments, axis=1)):
-        return False
     pairs = np.unique(np.stack([own[:, segments], other[:, segments]], axis=2).reshape(-1, 2), axis=0)
-    for one, two in pairs.tolist():
-        # The path of a segment has the hash of its rows, with their checksums.
-        if min(one, two) < 0 and one != two:
-            return False
-        if one >= 0 and store.internals.index.segment(one) != writer.index.segment(two):
-            return False
-    labels = store.labels[indices]
-    return bool((np.isnan(labels) | (labels == writer.read_columns().labels[found])).all())
+    # The path of a segment has the hash of its rows, with their checksums.
+    return np.array_equal(np.delete(own, segments, axis=1), np.delete(other, segments, axis=1)) and all(
+        one == two if min(one, two) < 0 else store.internals.index.segment(one) == writer.index.segment(two)
+        for one, two in pairs.tolist()
+    )
 
 
 def _list_newest_sources(writer: StoreWriter, store: TraceStore, indices: np.ndarray) -> None:
@@ -298,9 +297,7 @@ def _compare_labels(writer: StoreWriter, copies: Sequence[tuple[TraceStore, np.n
         if store.score_name in (None, name) and not has_labels:
             continue
         before = store.targets(DEFAULT_THRESHOLD)[indices]
-        samples = store.internals.index.read_column("sample")[indices].tolist()
-        keys = zip(store.question_ids.take(indices), samples, strict=True)
-        now = after[[writer.index.find(*key) for key in keys]]
+        now = after[[writer.index.find(*key) for key in _keys(store, indices)]]
         known = ~np.isnan(before)
         lost, changed = int((known & np.isnan(now)).sum()), int((known & ~np.isnan(now) & (before != now)).sum())
         report.labels_lost |= {str(store.path): lost} if lost else {}
