@@ -3,19 +3,16 @@
 python -m tests.convert.repeated.commands --first 0 --seconds 600 prints the sequences that end in another state.
 """
 
-import argparse
 import errno
 import itertools
 import os
 import random
-import tempfile
-import time
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 
 import tracestore
+from tests.convert.repeated.sequences import search
 from tests.helpers import command, make_trace, write_pickle
 from tracestore.errors import TracestoreError
 
@@ -395,22 +392,5 @@ def run(seed, root):
     return sequence.run(sequence.rng.randint(3, 10))
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60)
-    args = parser.parse_args()
-    end, seed, num_wrong, steps = time.time() + args.seconds, args.first, 0, 0
-    while time.time() < end:
-        with tempfile.TemporaryDirectory() as root:
-            log, wrong = run(seed, Path(root))
-        steps += len(log)
-        if wrong:
-            num_wrong += 1
-            print("SEED", seed, *log, "WRONG", *wrong, sep="\n    ", flush=True)
-        seed += 1
-    print(f"{seed - args.first} sequences, {steps} steps, {num_wrong} wrong")
-
-
 if __name__ == "__main__":
-    main()
+    search(run)

@@ -219,21 +219,23 @@ def _is_left(own, wanted, removed):
     return all(old == new or any(old == trace[field] for trace in removed) for old, new, field in pairs)
 
 
-def main():
+def search(run):
+    """Run the sequences of consecutive seeds for --seconds, and print those that end wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60)
     args = parser.parse_args()
-    end, seed, num_wrong = time.time() + args.seconds, args.first, 0
+    end, seed, num_wrong, steps = time.time() + args.seconds, args.first, 0, 0
     while time.time() < end:
         with tempfile.TemporaryDirectory() as root:
             log, wrong = run(seed, Path(root))
+        steps += len(log)
         if wrong:
             num_wrong += 1
             print("SEED", seed, *log, "WRONG", *wrong, sep="\n    ", flush=True)
         seed += 1
-    print(f"{seed - args.first} sequences, {num_wrong} wrong")
+    print(f"{seed - args.first} sequences, {steps} steps, {num_wrong} wrong")
 
 
 if __name__ == "__main__":
-    main()
+    search(run)
