@@ -281,6 +281,9 @@ class Sequence:
             self.stores.pop(name, None)
             self.read.pop(name, None)
         self.copied(name, [self.stores[n] for n in names], done)
+        if not done.returncode:  # its sources are those of the stores
+            for other in names:
+                self.read.setdefault(name, {}).update(self.read.get(other, {}))
 
     def convert(self, name):
         rng, folder = self.rng, self.root / "data"
@@ -325,7 +328,8 @@ class Sequence:
                 or (stored and now["fields"] != options[-1]["fields"])
             )
             for n in () if wrong else (*SCORES, "label", "group"):
-                value, *possible = (m.get(n, m["scores"].get(n)) or None for m in (now, *options))
+                values = (m.get(n, m["scores"].get(n)) for m in (now, *options))
+                value, *possible = (None if v == "" else v for v in values)
                 first = possible[0] if is_changed else None
                 wrong = wrong or value not in (possible if first is None else [first])
                 wrong = wrong or (done.returncode == 0 and value is None and any(p is not None for p in possible))
