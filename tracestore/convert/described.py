@@ -317,9 +317,8 @@ class DescribedRun:
         # Another file of the same name may have been left open.
         unread = set(writer.index.read_column("source")[is_unread].tolist())
         closed = [number for number in writer.attributes.open_numbers() if number not in unread]
-        self._keep_layouts(
-            writer
-        )  # not before: without new traces, one that is refused must not replace an earlier one
+        # Without new traces not before: a layout that is refused must not replace an earlier one.
+        self._keep_layouts(writer)
         values.commit([number for number in closed if writer.index.source(number).path in self.read])
         self._changes = list(values.lines())
 
