@@ -694,7 +694,7 @@ def test_rule_12a_a_label_serves_one_trace(tmp_path):
         (["model"], "serves several traces"),
         (["model", "sample"], ""),
         (["sample", "model"], ""),
-        (["modle", "sample"], "share.is_correct: has no effect without .* names that the states bind"),
+        (["models", "sample"], "share.is_correct: has no effect without .* names that the states bind"),
         (["model", "sample", ["id"]], "share.is_correct: has no effect"),
     ],
 )
