@@ -11,7 +11,7 @@ from tests.helpers import command, convert, error_of, make_traces, tree_digest, 
 from tests.train.runs import FAST, ONLY, write_labeled
 from tracestore.pages.document import PAGE_MARK
 
-SUFFIXES = {"report": ".html", "compare": ".html", "predict": ".csv", "view": ".svg"}
+SUFFIXES = {"report": ".html", "compare": ".html", "predict": ".csv", "view": ".svg", "inspect": ".toml"}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,7 @@ def words_of(name, work, output):
         "compare": (["compare", work / "r1", work / "r2", "--output", output], work / "r1/results.json"),
         "predict": (["predict", "--checkpoint", checkpoint, "--store", store, "--output", output], checkpoint),
         "view": (["view", store, "0", "--save", output], store / "zarr.json"),
+        "inspect": (["inspect", work / "traces", "--output", output], work / "traces/traces.jsonl"),
     }[name]
 
 
@@ -68,16 +69,15 @@ BAD = {
     "link to a file of a store": lambda w, s: symbolic_link(w / f"x{s}", w / "s.zarr/zarr.json"),
     "damaged store": lambda w, s: (w / "s.zarr/zarr.json").write_text("{") and w / f"s.zarr/new{s}",
     "file of a run": lambda w, s: (
-        w / {".html": "r1/report.html", ".csv": "r1/predictions.csv", ".svg": "r1/roc.svg"}[s]
+        w / {".html": "r1/report.html", ".csv": "r1/predictions.csv", ".svg": "r1/roc.svg"}.get(s, "r1/split.json")
     ),
     "link to a file of a run": lambda w, s: symbolic_link(
-        w / f"x{s}", w / {".html": "r1/report.html", ".csv": "r2/predictions.csv", ".svg": "r1/loss.svg"}[s]
+        w / f"x{s}",
+        w / {".html": "r1/report.html", ".csv": "r2/predictions.csv", ".svg": "r1/loss.svg"}.get(s, "r1/split.json"),
     ),
     "results of a run": lambda w, s: w / "r1/results.json",
     "checkpoint": lambda w, s: w / "r1/lstm_solo/best.pt",
-    "file of a benchmark": lambda w, s: (
-        w / {".html": "b/report.html", ".csv": "b/scores.csv", ".svg": "b/table.txt"}[s]
-    ),
+    "file of a benchmark": lambda w, s: w / {".html": "b/report.html", ".csv": "b/scores.csv"}.get(s, "b/table.txt"),
     "wrong suffix": lambda w, s: w / "thesis.txt",
     "no suffix": lambda w, s: w / "thesis",
     "folder": lambda w, s: w / "traces",
@@ -123,6 +123,29 @@ def test_a_page_of_tracestore_is_replaced(name, work):
     command(*words_of(name, work, output)[0], check=0)
     output.write_text("<html>my own page")
     error_of(*words_of(name, work, output)[0], code=2)
+
+
+def test_a_layout_that_was_edited_stays(tmp_path, monkeypatch):
+    """The layout of inspect is edited by hand: a second look at the files does not replace it."""
+    write_pickle(tmp_path / "in/a.pkl", make_traces(3))
+    monkeypatch.chdir(tmp_path)
+    command("inspect", "in", "--output", "in/layout.toml", check=0)
+    (tmp_path / "in/layout.toml").write_text("edited")
+    assert "in/layout.toml: exists; choose" in error_of("inspect", "in", "--output", "in/layout.toml", code=2)
+    (tmp_path / "link.toml").symlink_to("in/a.pkl")
+    for source in ("in", "in/a.pkl"):
+        words = ("inspect", source, "--output", "link.toml", "--overwrite")
+        assert "link.toml: " in error_of(*words, code=2)
+    assert (tmp_path / "in/layout.toml").read_text() == "edited"
+
+
+def test_a_file_that_inspect_reads_is_not_replaced_through_a_link(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/judged.jsonl").write_text('{"id": "q0"}\n')
+    (tmp_path / "link.toml").symlink_to("in/judged.jsonl")
+    words = ("inspect", tmp_path / "in", "--output", tmp_path / "link.toml", "--overwrite")
+    assert "link.toml: a file that this command reads; choose another name" in error_of(*words, code=2)
+    assert (tmp_path / "link.toml").is_symlink()
 
 
 def test_files_of_a_run_are_known_by_their_names(made):

@@ -100,7 +100,7 @@ def pull_store(
     path = parse_location(dst)
     if isinstance(path, RemoteURL):
         raise UsageError(f"{path}: pull to a folder of this machine")
-    require_outside_stores(path)
+    require_outside_stores(path.absolute().parent)
     folder = path.parent / f".pull-{path.name}"
     with fsio.map_os_errors(path):
         _require_absent(path)

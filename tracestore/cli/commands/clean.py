@@ -39,7 +39,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--force", action="store_true", help=text)
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Output) -> None:
     """Remove the files, and print their paths."""
     if args.older_than < DAY_S and not args.force:
         raise UsageError("--older-than below 1d may remove what a running writer is about to commit; add --force")
@@ -50,4 +50,3 @@ def run(args: argparse.Namespace, output: Output) -> int:
         output.info(path)
     verb = "would remove" if args.dry_run else "removed"
     output.info(f"{verb} {plural(len(report.removed), 'unnamed item')}, {format_size(report.num_bytes)}")
-    return 0

@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path, PurePath
 from typing import Any
 
+from tracestore.cli.flags import add_overwrite
 from tracestore.console import Output, Parser
 from tracestore.errors import escape_unprintable
 from tracestore.ingest.builtin.claiming import claim
@@ -15,7 +16,8 @@ from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.propose.leaves import observe
 from tracestore.ingest.propose.proposal import Proposal, propose
 from tracestore.ingest.score_files import is_named_scores
-from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.io.destinations import check_output_file
+from tracestore.store.io.fsio import atomic_write, map_os_errors
 
 
 def add_arguments(parser: Parser) -> None:
@@ -23,22 +25,24 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("src", nargs="+", type=Path, metavar="SRC", help="files, or folders of them")
     text = "write the layout; several are written as comments, of which one is to be chosen (default: print only)"
     parser.add_argument("--output", "--write", type=Path, metavar="FILE.toml", help=text)
+    add_overwrite(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Look at the files and print the layouts that they may have."""
     files = {name: path for name, path in list_files(args.src, Path("-")).items() if not is_other(name)}
+    if args.output is not None:
+        check_output_file(args.output, (".toml",), overwrite=args.overwrite, inputs=[*args.src, *files.values()])
     claims = claim(files, builtins())
     text = [
         f"{escape_unprintable(next(iter(own)), 60)}{f' and {len(own) - 1:,} more' if len(own) > 1 else ''}: "
         f"built-in layout {builtin.name}, read without a flag"
         for builtin, own in claims.owned.items()
     ]
-    is_owned = bool(text)
     first = {why: name for name, why in reversed(claims.near.items())}
     text += [escape_unprintable(f"{name}: {why}") for why, name in first.items()]
     found: dict[str, Any] = {"builtin": {b.name: list(own) for b, own in claims.owned.items()}, "near": claims.near}
-    if is_owned and all(is_named_scores(PurePath(name)) for name in claims.rest):
+    if claims.owned and all(is_named_scores(PurePath(name)) for name in claims.rest):
         found |= {"tree": Proposal(observe(files)).tree(), "layout": None, "candidates": []}
         toml = "".join(f"# {line}\n" for line in text)
     else:
@@ -51,9 +55,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
         text.append(proposal.message(has_tree=False))  # it is printed in front
         toml = proposal.to_toml()
     output.print_json(found)
-    if not args.json:
-        for line in (*found["tree"], *text):
-            output.info(line)
+    for line in (*found["tree"], *text) if not args.json else ():
+        output.info(line)
     if args.output is not None:
-        with map_os_errors(args.output.parent):
-            args.output.write_text(toml, encoding="utf-8")
+        with map_os_errors(args.output), atomic_write(args.output) as file:
+            file.write(toml.encode())

@@ -51,7 +51,7 @@ def check_output_file(
     if path.suffix.lower() not in suffixes:
         expected = suffixes[0] if len(suffixes) == 1 else f"one of {', '.join(suffixes)}"
         raise UsageError(f"{path}: found {path.suffix or 'no suffix'}, expected {expected}")
-    _require_outside_stores(path)
+    require_outside_stores(path)
     _require_replaceable(path, overwrite=overwrite or _is_page(path), inputs=inputs)
 
 
@@ -64,7 +64,7 @@ def check_output_dir(path: Path) -> None:
         raise UsageError(f"cannot write {path}: {parent} is not a folder")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"cannot write {path}: the folder {parent} is not writable")
-    _require_outside_stores(path)
+    require_outside_stores(path)
 
 
 def check_output_files(
@@ -84,11 +84,7 @@ def check_output_files(
 
 
 def require_outside_stores(path: Path) -> None:
-    """Raise UsageError if the folder or file would lie in a store."""
-    _require_outside_stores(path.absolute().parent)
-
-
-def _require_outside_stores(path: Path) -> None:
+    """Raise UsageError if a folder or file is a store, or would lie in one."""
     for place in _places(path):
         for folder in (place, *place.parents):
             if _is_store(folder):

@@ -78,7 +78,7 @@ def check_store_destination(location: str | os.PathLike[str], *, overwrite: bool
     kind, parent = classify_folder(store), store.absolute().parent
     if not parent.is_dir():
         raise UsageError(f"{store}: the parent folder does not exist")
-    require_outside_stores(store)
+    require_outside_stores(parent)
     for folder in {parent} if overwrite or kind is FolderKind.ABSENT else {store}:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise UsageError(f"cannot write {store}: the folder {folder} is not writable")
