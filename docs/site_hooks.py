@@ -93,14 +93,6 @@ def score_names() -> str:
     return "\n".join(("| high | names of scores | words of labels |", "|---|---|---|", *rows))
 
 
-def layouts() -> str:
-    """Return the table of the built-in layouts."""
-    from tracestore.ingest.builtin.library import builtins
-
-    files = {builtin.name: builtin.source["files"] for builtin in builtins()}
-    return "\n".join(("| layout | files |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in files.items())))
-
-
 def detectors() -> str:
     """Return the table of the published detectors, with the descriptions of their classes."""
     from tracestore.detectors.registry import registry
@@ -117,7 +109,6 @@ def detectors() -> str:
 
 MADE = {
     "the published detectors": detectors,
-    "the built-in layouts": layouts,
     "the help of every command": commands,
     "the table of fields": fields,
     "the names of scores": score_names,

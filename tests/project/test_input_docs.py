@@ -17,7 +17,7 @@ from pyarrow import parquet
 import tracestore
 from tests.helpers import ROOT, write_pickle
 from tests.ingest.builtin.checks import check_builtin
-from tracestore.ingest.builtin.library import parse_builtin
+from tracestore.ingest.builtin.library import builtins, parse_builtin
 from tracestore.ingest.layout.fields import FIELDS
 from tracestore.store import vocabulary
 
@@ -61,6 +61,11 @@ def test_the_built_in_layout_of_the_page_is_one():
 
     check_builtin(builtin)
     assert builtin.layout.addresses.keys() == {"hidden_states", "tokens"}
+
+
+def test_the_table_of_built_in_layouts_has_the_files_of_each():
+    rows = list(dict.fromkeys(f"| `{builtin.name}` | {builtin.source['files']} |" for builtin in builtins()))
+    assert re.findall(r"^\| `\w+` \|.*$", BUILTIN_LAYOUT.split("\n## ")[1], re.MULTILINE) == rows
 
 
 def states(*shape):
@@ -196,7 +201,7 @@ def test_an_example_of_the_page_converts(tmp_path, number):
 
 
 def test_the_page_names_every_word_of_labels():
-    (line,) = [line for line in INPUTS.splitlines() if line.startswith("The field defines what 1 means")]
+    (line,) = [line for line in INPUTS.splitlines() if line.startswith("- Values are ")]
     named = set(re.findall(r"`(\w+)`", line))
     for word in vocabulary.WORDS:
         bare = re.sub(r"^(in|un|not[ _])", "", word)
