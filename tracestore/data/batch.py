@@ -84,7 +84,7 @@ class GraphBatch(TensorBatch):
     """Graphs of B traces and L layers, trace after trace and layer after layer. Needs no PyG.
 
     N counts the nodes and E the edges of all B * L graphs. The names are those of the PyG Batch
-    that `as_pyg` returns.
+    that `as_pyg` returns, which has `edge_ptr` as `attention_ptr`, and only next to `attention`.
 
     Attributes
     ----------
