@@ -4,13 +4,17 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ROOT, make_traces, write_pickle, write_scores
+from tracestore import errors
 from tracestore.cli import COMMANDS
 from tracestore.detectors.registry import registry
+from tracestore.errors import TracestoreError
+from tracestore.extras import EXTRAS
 from tracestore.ingest.builtin.library import builtins
 from tracestore.ingest.layout.fields import FIELDS
 from tracestore.store.format import manifest, schema
@@ -135,6 +139,26 @@ def test_format_page_names_every_array():
     assert sorted(columns - set(re.findall(r"`(\w+)`", section["Index part"]))) == []
     assert sorted({*schema.COLUMN_DTYPES} - set(re.findall(r"`(\w+)`", section["Columns"]))) == []
     assert sorted({*schema.FIELD_BITS} - set(re.findall(r"\w+", section["A segment"]))) == []
+
+
+def test_the_page_of_errors_names_each_exception_at_its_exit_code():
+    page = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\d, ]+) \|.*\| ([\w, ]*) \|$", page, re.MULTILINE)
+    listed = {name: codes for codes, names in rows for name in filter(None, names.split(", "))}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TracestoreError)]
+    expected = {kind.__name__: str(kind.exit_code) for kind in kinds if kind is not TracestoreError}
+    assert listed == expected | {"RunInterruptedError": "130, 143"}
+
+
+def test_the_readme_says_which_extras_all_has():
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("`all` are the extras ")[2]
+    own, _, others = text.partition("`completion`; ")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (names,) = (re.findall(r"[a-z]+", requirement.partition("[")[2]) for requirement in extras["all"])
+    assert sorted([*re.findall(r"`([a-z]+)`", own), "completion"]) == sorted(names)
+    assert {f"`{name}`" for name in EXTRAS.keys() - set(names)} <= set(
+        re.findall(r"`[a-z]+`", others.partition(". ")[0])
+    )
 
 
 def test_the_page_of_rules_has_those_that_the_code_cites():
