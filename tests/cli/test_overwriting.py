@@ -9,6 +9,7 @@ import pytest
 import tracestore
 from tests.helpers import command, convert, error_of, make_traces, tree_digest, write_pickle, write_store
 from tests.train.runs import FAST, ONLY, write_labeled
+from tracestore.cli import COMMANDS, command_parser
 from tracestore.pages.document import PAGE_MARK
 
 SUFFIXES = {"report": ".html", "compare": ".html", "predict": ".csv", "view": ".svg", "inspect": ".toml"}
@@ -146,6 +147,12 @@ def test_a_file_that_inspect_reads_is_not_replaced_through_a_link(tmp_path):
     words = ("inspect", tmp_path / "in", "--output", tmp_path / "link.toml", "--overwrite")
     assert "link.toml: a file that this command reads; choose another name" in error_of(*words, code=2)
     assert (tmp_path / "link.toml").is_symlink()
+
+
+def test_each_command_with_an_output_file_is_tested():
+    actions = {name: command_parser(name)._actions for name in COMMANDS}
+    files = {name for name, found in actions.items() if any(a.dest == "output" and "FILE" in a.metavar for a in found)}
+    assert files == SUFFIXES.keys()
 
 
 def test_files_of_a_run_are_known_by_their_names(made):
