@@ -182,3 +182,37 @@ def test_padding_none_states_that_rows_without_a_mask_have_no_padding(tmp_path, 
 
     assert "S.pad = 2 if it is padding" in message
     assert [len(trace.tokens) for trace in tracestore.open(tmp_path / "s.zarr")] == [7, 7]
+
+
+@pytest.mark.parametrize("way", ["field", "layout"])
+@pytest.mark.parametrize("origin", ["built-in", "proved"])
+def test_ignore_alone_leaves_files_out_of_what_needs_no_layout(tmp_path, folder, origin, way):
+    if origin == "built-in":
+        write_pickle(folder / "a.pkl", make_traces(3))
+    else:
+        for k in range(3):
+            items = {"hidden_states": np.ones((3, 5 + k, 8), "f2"), "token_ids": np.arange(5 + k)}
+            np.savez(folder / f"q{k}.npz", **items, is_correct=k % 2 == 0)
+    (folder / "runs").mkdir()
+    (folder / "runs/config.json").write_text(json.dumps({"model": "m", "layers": [1, 2], "label": "1 is true"}))
+    (tmp_path / "l.toml").write_text('ignore = ["**/config.json"]')
+    lines = ["--field", "ignore = **/config.json"] if way == "field" else ["--layout", str(tmp_path / "l.toml")]
+
+    refused = error_of(folder, tmp_path / "s.zarr", code=3)
+    convert(folder, tmp_path / "s.zarr", *lines)
+    convert(folder, tmp_path / "t.zarr", *lines, "--workers", "2")
+
+    assert origin == "proved" or "--field 'ignore = runs/config.json' leaves it out" in refused
+    assert sorted(tracestore.open(tmp_path / "s.zarr").question_ids) == ["q0", "q1", "q2"]
+    assert sorted(tracestore.open(tmp_path / "t.zarr").question_ids) == ["q0", "q1", "q2"]
+    convert(folder, tmp_path / "s.zarr", *lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [("b.json", 3, "no file is left out by it"), ("a.pkl : []/x", 2, "whole files alone are left out")],
+)
+def test_ignore_alone_without_effect_is_refused(tmp_path, folder, line, code, words):
+    write_pickle(folder / "a.pkl", make_traces(3))
+
+    assert words in error_of(folder, tmp_path / "s.zarr", "--field", f"ignore = {line}", code=code)

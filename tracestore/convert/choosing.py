@@ -63,10 +63,11 @@ def described_run(
         If files do not fit the layout.
     """
     layout = layout_of_options(options.layout, options.field)
-    if layout is not None:
+    if layout is not None and not layout.is_filter:
         files = _whole(list_files(arguments, folder), whole)
         return _stated_run(_with_padding(layout, options), files, options)
-    groups = [(named, _whole(files, whole)) for named, files in _by_argument(arguments, folder)]
+    left_out = () if layout is None else _left_out(layout, list_files(arguments, folder))
+    groups = [(named, _whole(files, whole, left_out)) for named, files in _by_argument(arguments, folder)]
     paths = [path for _, files in groups for path in files.values()]
     found = find_score_files(arguments, paths, options.scores)
     owned, has_scores_file = (*found.scores, *found.unread), bool(found.scores)
@@ -94,8 +95,21 @@ def described_run(
     return run
 
 
-def _whole(files: dict[str, Path], whole: Container[Path] | None) -> dict[str, Path]:
-    return files if whole is None else {name: path for name, path in files.items() if path in whole}
+def _whole(files: dict[str, Path], whole: Container[Path] | None, left_out: Container[str] = ()) -> dict[str, Path]:
+    return {n: path for n, path in files.items() if n not in left_out and (whole is None or path in whole)}
+
+
+def _left_out(layout: Layout, files: Mapping[str, Path]) -> set[str]:
+    """Return the names of the files that a layout of nothing but `ignore` leaves out."""
+    found: set[str] = set()
+    for address in layout.ignore:
+        names = {name for name in files if address.files.match(name) is not None}
+        if address.path:
+            raise UsageError(f"ignore: {address}: without lines of states, whole files alone are left out")
+        if not names:
+            raise InvalidInputError(f"{address}: no file is left out by it; remove the entry", field="ignore")
+        found |= names
+    return found
 
 
 def _stated_run(layout: Layout, files: Mapping[str, Path], options: ConvertOptions) -> DescribedRun:

@@ -853,7 +853,7 @@ def test_raw_numbers(tmp_path, name, first):
     (tmp_path / "in" / name).write_bytes(first + bytes(95))
     layout = {"hidden_states": f"{name} -> L S D", "dtype.hidden_states": "float16"}
 
-    refuse(tmp_path, layout, "raw numbers are not read: numpy.fromfile reads them, numpy.save")
+    refuse(tmp_path, layout, "no format that is read; raw numbers: numpy.fromfile reads them, numpy.save")
 
 
 def test_a_pickle_under_the_name_of_raw_numbers(tmp_path):

@@ -1,5 +1,6 @@
 """Parts of a conversion: layouts with their files, structures of built-in layouts, exports, and files of none."""
 
+import shlex
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field
@@ -19,15 +20,14 @@ from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import plan_of
 from tracestore.ingest.preprocessed import read_preprocessed
 from tracestore.ingest.readers.looks import FirstLooks
-from tracestore.ingest.readers.opening import open_tree
+from tracestore.ingest.readers.opening import PICKLES, open_tree
 from tracestore.ingest.readers.text import SUFFIXES as TEXT_SUFFIXES
 from tracestore.ingest.sources import Described, SourceFile
 from tracestore.ingest.tree import Items, Value
 from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.write.record import TraceRecord
 
-_PICKLES = (".pkl", ".pickle", ".p", ".joblib", ".pt", ".pth", ".ckpt")
-_TRACES = (*_PICKLES, ".gz", ".bz2", ".xz", ".zst")
+_TRACES = (*PICKLES, ".gz", ".bz2", ".xz", ".zst")
 # Returns the layout of files that no built-in layout describes, or the error that reports why there is none.
 Proposer = Callable[[Mapping[str, Path]], Layout | InvalidInputError]
 
@@ -284,6 +284,11 @@ def _of_rest(
     if beside is not None:
         for unread, error in list(errors.items())[:1]:  # it may hold the arrays
             found = type(found)(f"{found}; {unread}: {error}")
+        if claims.owned:
+            line = shlex.quote(f"ignore = {beside}")
+            found = type(found)(
+                f"{found}; next to files of {next(iter(claims.owned)).name}: --field {line} leaves it out"
+            )
         raise claims.explained(beside, found).with_location(source=beside)
     reasons = {n: claims.explained(n, found if n in unknown else NoTracesError("holds no array")) for n in others}
     return errors | reasons, None
@@ -294,7 +299,7 @@ def _holds_nothing(path: Path) -> bool:
     try:
         with open_tree(path) as root:
             value: Value = next(iter(root), None) if isinstance(root, Items) and root.is_stream else root
-            is_table = isinstance(root, Items) and path.suffix not in _PICKLES
+            is_table = isinstance(root, Items) and path.suffix not in PICKLES
             return not (is_table or holds_array(value, 6) or looks_like_label(path.stem))
     except InvalidInputError:
         return False

@@ -273,7 +273,7 @@ class RunAccount:
             # Rule 9 closes the accounts of what is known of an axis.
             if not place.is_optional and place.rule.kind != "known":
                 source = sources[place.address.files.text]
-                self.tables.append(table_account(column, source, self._missing.get(place, ())))
+                self.tables.append(table_account(column, source, self._missing.get(place, ()), self.kept))
 
     def close(self, has_id: Callable[[str], bool]) -> Iterator[str]:
         """Close the accounts of the run, and yield a line for each table.

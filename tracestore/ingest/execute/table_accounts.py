@@ -5,13 +5,13 @@ import threading
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable, some_of
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.values import key_text
-from tracestore.ingest.layout.fields import KEEP
+from tracestore.ingest.layout.fields import KEEP, KEY
 from tracestore.ingest.layout.places import Place, Plan, given_name
 from tracestore.words import plural
 
@@ -129,6 +129,8 @@ class TableAccount:
         The first and the last row, where their order is a part of what joins them.
     num_left_out : int
         The number of rows of traces that are left out.
+    not_kept : dict
+        The keys of rows that an entry `keep.NAME` leaves out, with its NAME.
     """
 
     field: str
@@ -140,6 +142,7 @@ class TableAccount:
     partial: str | None
     ends: str
     num_left_out: int = 0
+    not_kept: dict[str, str] = field(default_factory=dict)
 
     def close(self, has_id: Callable[[str], bool], *, is_whole: bool) -> str:
         """Return how the rows were joined; InvalidInputError if they do not fit."""
@@ -151,6 +154,12 @@ class TableAccount:
             found = f"{num_rows:,} rows in order belong to {num_used + len(missing):,} traces"
             found += "; a column of numbers joins some of the rows" if self.joined_by == "by position" else ""
             raise InvalidInputError(found, field=self.field)
+        if (key := next((key for key in missing if key in self.not_kept), None)) is not None:
+            name = self.not_kept[key]
+            way = (
+                f"a line {KEY}{name} that joins by the other names, instead of {name} in [], leaves out the trace, too"
+            )
+            raise InvalidInputError(f"all rows of the trace {_short(key)} are left out; {way}", field=f"{KEEP}{name}")
         check_remainders(self.field, self.rows, unused, missing)
         if num_rows and len(unused) == num_rows:
             first = escape_unprintable(self.rows[0], 40)
@@ -165,7 +174,7 @@ class TableAccount:
         return f"{self.field}: {plural(num_used, 'row')} of {self.source} joined {self.joined_by}{rest}{self.ends}"
 
 
-def table_account(column: Column, source: str, missing: Iterable[tuple[str, str]]) -> TableAccount:
+def table_account(column: Column, source: str, missing: Iterable[tuple[str, str]], kept: "KeptValues") -> TableAccount:
     """Return the account of a table in a file; `missing` are the keys of the traces without a row."""
     is_cut = any(
         len(axis) > 1 and "N" in axis for axis in column.place.axes
@@ -182,6 +191,7 @@ def table_account(column: Column, source: str, missing: Iterable[tuple[str, str]
         partial=column.partial_answers(unused),
         ends=f": the first {end_text(column.ends[0])}, the last {end_text(column.ends[1])}" if column.ends else "",
         num_left_out=sum(column.used.get(key) == 0 for key in rows),
+        not_kept=kept.left_out(column),
     )
 
 
@@ -203,6 +213,7 @@ class KeptValues:
         self._lock = threading.Lock()
         self._found: dict[str, set[str]] = defaultdict(set)
         self._num_left_out = Counter[tuple[str, str]]()
+        self._rows: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)  # that are left out
 
     def __bool__(self) -> bool:
         return bool(self._wanted)
@@ -216,9 +227,17 @@ class KeptValues:
                 if is_kept or len(self._found[name]) < _MAX_VALUES:
                     self._found[name].add(text)
                 self._num_left_out[name, where] += not is_kept
+                if not is_kept:
+                    self._rows[name, where].append(bound)
             if not is_kept:
                 return False
         return True
+
+    def left_out(self, column: Column) -> dict[str, str]:
+        """Return the keys of the rows of a table that are left out, with the name whose value says so."""
+        address = str(column.place.address)
+        pairs = ((name, rows) for (name, where), rows in self._rows.items() if address.startswith(f"{where}/"))
+        return {column.text_of(bound): name for name, rows in pairs for bound in rows}
 
     def has_trace(self, environment: Mapping[str, Any]) -> bool:
         """Return whether a trace is kept; refuse one that lacks a value which a line gives to traces."""

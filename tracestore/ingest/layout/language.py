@@ -66,6 +66,11 @@ class Layout:
         """The field whose values are the traces: hidden_states, else last_token."""
         return next((name for name in STATES if name in self.addresses), STATES[0])
 
+    @property
+    def is_filter(self) -> bool:
+        """Whether the layout states only what is left out, and nothing of the other files."""
+        return bool(self.ignore) and not (self.addresses or self.templates or self.records or self.settings)
+
     def rule(self, name: str) -> FieldRule:
         """Return the rule of a field that the layout states."""
         rule = rule_of(name)
@@ -182,6 +187,8 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
             raise UsageError(f"{where}: {name}: {error}") from None
     _add_records(addresses, lists.get("records", ()))
     layout = Layout(addresses, templates, lists.get("records", ()), lists.get("ignore", ()), settings)
+    if layout.is_filter:
+        return layout
     if not any(name in addresses for name in STATES):
         only = f"{_OTHER_STATES}: mean-pooled states cannot be stored; " * (_OTHER_STATES in entries)
         raise UsageError(f"{where}: {only}states no hidden_states or last_token; a line for one of them is needed")

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,6 +15,9 @@ _TYPE = r"(?:(?:bf|fp|bfloat|float)(?:16|32)|b(?:ase)?64)(?![^\W_])"
 _DIGEST = r"(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{8,}(?![^\W_])"
 # The number of shards behind that of one: part-00001-of-00003.
 _TOTAL = r"[-_. ]?of[-_. ]?\d+(?![^\W_])"
+# A run of letters and digits, and one of hexadecimal digits, as in d2d4, which may be a piece of a random id.
+_RUN = re.compile(r"(?<![^\W_])[^\W_]+")
+_HEX = re.compile(r"[a-f\d]{4,}")
 _NEGATIVE = r"(?<![^\W_])-(?=\d)"
 _TOKEN = re.compile(rf"{_TYPE}|(?<=\d){_TOTAL}|{_DIGEST}|[^\W\d_]+|(?:{_NEGATIVE})?\d+|(?:(?!{_NEGATIVE})[\W_])+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -109,26 +112,68 @@ def families(names: Iterable[str], *, is_path: bool = False) -> list[Family]:
         it does not vary.
     """
     groups: dict[tuple[str, ...], dict[str, list[Piece]]] = defaultdict(dict)
+    names = list(names)
+    ids = _pieces_of_ids(names)
     for name in names:
         suffix = _SUFFIX.search(name) if is_path else None
         end = len(name) if suffix is None else suffix.start()
-        pieces = _with_samples(_merged([*_pieces(name[:end]), (name[end:], "")]))
+        pieces = _with_samples(_merged([*_pieces(name[:end], ids), (name[end:], "")]))
         groups[tuple(text if what == "" else f"\0{what}" for text, what in pieces)][name] = pieces
-    return [family for members in groups.values() for family in _families_of(members, is_path=is_path)]
+    found = [family for members in groups.values() for family in _families_of(members, is_path=is_path)]
+    return [_with_id(family, found) for family in found] if is_path else found
 
 
-def _pieces(name: str) -> list[Piece]:
+def _with_id(family: Family, others: Iterable[Family]) -> Family:
+    """Return names such as tok_3 with ids instead of the numbers of tokens, where others, as hs_3, have the same ids."""
+    if family.names != ("token",):
+        return family
+    ids = {tuple(sorted(bound["id"] for bound in other.members.values())) for other in others if other.names == ("id",)}
+    if tuple(sorted(bound["token"] for bound in family.members.values())) not in ids:
+        return family
+    members = {name: {"id": bound["token"]} for name, bound in family.members.items()}
+    return Family(family.pattern.replace("{token}", "{id}"), members, family.doubt)
+
+
+def _pieces_of_ids(names: Iterable[str]) -> set[str]:
+    """Return hexadecimal pieces of random ids: of one length at one place of the names, and not all letters first."""
+    columns: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for name in names:
+        if _HEX.search(name):
+            between = _RUN.sub("\0", name)
+            for k, run in enumerate(_RUN.findall(name)):
+                columns[between, k].add(run)
+    found: set[str] = set()
+    for runs in columns.values():
+        forms = {re.sub(r"[a-f]+", "a", re.sub(r"\d+", "0", run)) for run in runs}
+        if len(forms) > 1 and len({len(run) for run in runs}) == 1 and all(map(_HEX.fullmatch, runs)):
+            found |= runs
+    return found
+
+
+def _tokens(name: str, ids: Container[str]) -> list[str]:
+    """Return the words, numbers and separators of a name; pieces of random ids are whole."""
+    found, end = [], 0
+    for token in _TOKEN.finditer(name):
+        if token.start() >= end:
+            run = _RUN.match(name, token.start())
+            piece = run if run is not None and run[0] in ids else token
+            found.append(piece[0])
+            end = piece.end()
+    return found
+
+
+def _pieces(name: str, ids: Container[str]) -> list[Piece]:
     """Return the pieces of a name: words that are known, numbers that a word counts, and what may be an id."""
     found: list[Piece] = []
-    tokens = [*_TOKEN.findall(name), "", ""]
+    tokens = [*_tokens(name, ids), "", ""]
     counted = ""  # what the next number counts
     for token, following, second in zip(tokens, tokens[1:], tokens[2:], strict=False):
         if re.fullmatch(rf"{_TYPE}|{_TOTAL}", token):
             found.append((token, ""))
-        elif token.lstrip("-").isalnum() and not token.isalpha():
+        elif token in ids or (token.lstrip("-").isalnum() and not token.isalpha()):
             is_trace = any(what == "#" for _, what in found[-2:])  # question_1_of_3
             counted = counted or ("chunk" if re.fullmatch(_TOTAL, following) and not is_trace else "")
-            found.append((token, counted if counted and is_integer(token) else "?"))
+            found.append((token, counted if counted and is_integer(token) and token not in ids else "?"))
             counted = ""
         elif not token[0].isalpha():
             found.append((token, "."))

@@ -37,8 +37,10 @@ _NOT_READ = (
     (0, b"MATLAB 5.0 MAT-file", "a MATLAB file: load it with scipy.io.loadmat and save its arrays with numpy.savez"),
 )
 _HEAD_BYTES = 512
-_RAW = (".dat", ".bin", ".raw", ".mmap", ".memmap")  # unless they begin like a pickle
-_RAW_WAY = "raw numbers are not read: numpy.fromfile reads them, numpy.save gives them a type and a shape"
+_RAW = (".dat", ".bin", ".raw", ".mmap", ".memmap")
+PICKLES = (".pkl", ".pickle", ".p", ".pt", ".pth", ".ckpt", ".joblib")
+_RAW_WAY = "no format that is read; raw numbers: numpy.fromfile reads them, numpy.save gives them a type and a shape"
+_FIRST_OPCODES = b"(]}c"  # of the containers and classes in pickles of protocols 0 and 1
 
 
 @contextmanager
@@ -122,10 +124,11 @@ def _reader_of(mapped: MappedFile, name: str) -> Callable[[Content], Value]:
     if is_safetensors(head, len(mapped)):
         return tensors.read_safetensors
     found = next((names for magic, names in _READERS.items() if head.startswith(magic)), None)
-    if head[:1] != b"\x80":  # of a pickle
-        way = _RAW_WAY if name.lower().endswith(_RAW) else None
-        if found is None:
-            way = next((text for at, magic, text in _NOT_READ if head.startswith(magic, at)), way)
+    if found is None and head[:1] != b"\x80":  # of a pickle
+        way = next((text for at, magic, text in _NOT_READ if head.startswith(magic, at)), None)
+        may_be_pickle = head[:1] in _FIRST_OPCODES and not name.lower().endswith(_RAW)
+        if way is None and not (may_be_pickle or name.lower().endswith(PICKLES)):
+            way = _RAW_WAY
         if way is not None:
             raise InvalidInputError(way)
     return objects.read_mapped_pickle if found is None else _reader(*found)

@@ -73,21 +73,38 @@ def test_rows_of_the_states(tmp_path):
     assert "keep.status: 3 rows of a.pkl : [id=qid, status=status] left out" in text
 
 
+BY_ROWS = {
+    "hidden_states": "h/{id}.npy -> L S D",
+    "is_correct": "t.json : [id=qid, status=status]/ok",
+    "keep.status": "ok",
+}
+
+
 def test_rows_of_a_table_alone(tmp_path):
-    """Rows of other attempts serve no label, also of a trace whose own row is missing."""
+    """Rows of other attempts serve no label."""
+    for k in range(3):
+        save(tmp_path / f"in/h/q{k}.npy", states(2, 4, 8, seed=k))
+    table(tmp_path / "in/t.json", TRIES)
+
+    traces, text = logged(tmp_path, BY_ROWS)
+
+    assert {name: trace.scores["is_correct"] for name, trace in traces.items()} == {"q0": 1.0, "q1": 0.0, "q2": 1.0}
+    assert "3 rows of t.json : [id=qid, status=status] left out" in text
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_trace_whose_rows_are_all_left_out_is_not_stored_without_a_label(tmp_path, workers):
     for k in range(4):
         save(tmp_path / f"in/h/q{k}.npy", states(2, 4, 8, seed=k))
     table(tmp_path / "in/t.json", TRIES)
-    layout = {"hidden_states": "h/{id}.npy -> L S D", "is_correct": "t.json : [id=qid, status=status]/ok"}
-    traces, text = logged(tmp_path, layout | {"keep.status": "ok"})
 
-    assert {name: trace.scores.get("is_correct") for name, trace in traces.items() if name != "q3"} == {
-        "q0": 1.0,
-        "q1": 0.0,
-        "q2": 1.0,
-    }
-    assert np.isnan(traces["q3"].scores.get("is_correct", np.nan))
-    assert "3 rows of t.json : [id=qid, status=status] left out" in text and "1 trace without a row" in text
+    refuse(tmp_path, BY_ROWS, "all rows of the trace 'q3' are left out; a line key.status", workers=workers)
+    table(tmp_path / "in/t.json", [row for row in TRIES if row["qid"] == "q3" or row["n"] == 2 or row["qid"] == "q0"])
+    named = {"is_correct": "t.json : [id=qid]/ok", "key.status": "t.json : [id=qid]/status"}
+    traces, text = logged(tmp_path, BY_ROWS | named)
+
+    assert traces.keys() == {"q0", "q1", "q2"}
+    assert "keep.status: 1 trace" in text
 
 
 def test_names_of_files(tmp_path):
