@@ -9,7 +9,17 @@ import torch
 from safetensors.numpy import save_file
 
 import tracestore
-from tests.helpers import as_torch, convert, error_of, field_flags, make_trace, make_traces, write_pickle, write_scores
+from tests.helpers import (
+    as_torch,
+    command,
+    convert,
+    error_of,
+    field_flags,
+    make_trace,
+    make_traces,
+    write_pickle,
+    write_scores,
+)
 
 
 @pytest.fixture
@@ -198,7 +208,7 @@ def test_ignore_alone_leaves_files_out_of_what_needs_no_layout(tmp_path, folder,
     (tmp_path / "l.toml").write_text('ignore = ["**/config.json"]')
     lines = ["--field", "ignore = **/config.json"] if way == "field" else ["--layout", str(tmp_path / "l.toml")]
 
-    refused = error_of(folder, tmp_path / "s.zarr", code=3)
+    refused = command("convert", folder, tmp_path / "s.zarr", check=3).stderr
     convert(folder, tmp_path / "s.zarr", *lines)
     convert(folder, tmp_path / "t.zarr", *lines, "--workers", "2")
 
@@ -215,4 +225,4 @@ def test_ignore_alone_leaves_files_out_of_what_needs_no_layout(tmp_path, folder,
 def test_ignore_alone_without_effect_is_refused(tmp_path, folder, line, code, words):
     write_pickle(folder / "a.pkl", make_traces(3))
 
-    assert words in error_of(folder, tmp_path / "s.zarr", "--field", f"ignore = {line}", code=code)
+    assert words in error_of("convert", folder, tmp_path / "s.zarr", "--field", f"ignore = {line}", code=code)

@@ -284,11 +284,9 @@ def _of_rest(
     if beside is not None:
         for unread, error in list(errors.items())[:1]:  # it may hold the arrays
             found = type(found)(f"{found}; {unread}: {error}")
-        if claims.owned:
-            line = shlex.quote(f"ignore = {beside}")
-            found = type(found)(
-                f"{found}; next to files of {next(iter(claims.owned)).name}: --field {line} leaves it out"
-            )
+        for builtin in list(claims.owned)[:1]:
+            line = shlex.quote("ignore = " + beside)
+            found = type(found)(f"{found}; next to files of {builtin.name}: --field {line} leaves it out")
         raise claims.explained(beside, found).with_location(source=beside)
     reasons = {n: claims.explained(n, found if n in unknown else NoTracesError("holds no array")) for n in others}
     return errors | reasons, None

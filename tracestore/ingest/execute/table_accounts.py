@@ -234,7 +234,7 @@ class KeptValues:
         return True
 
     def left_out(self, column: Column) -> dict[str, str]:
-        """Return the keys of the rows of a table that are left out, with the name whose value says so."""
+        """Return the keys of the rows of a table that are left out, with the name whose value leaves them out."""
         address = str(column.place.address)
         pairs = ((name, rows) for (name, where), rows in self._rows.items() if address.startswith(f"{where}/"))
         return {column.text_of(bound): name for name, rows in pairs for bound in rows}

@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def is_filter(self) -> bool:
-        """Whether the layout states only what is left out, and nothing of the other files."""
+        """Return whether the layout states only what is left out, and nothing of the other files."""
         return bool(self.ignore) and not (self.addresses or self.templates or self.records or self.settings)
 
     def rule(self, name: str) -> FieldRule:

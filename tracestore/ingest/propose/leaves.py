@@ -176,7 +176,8 @@ def _walk_keys(found: Observation, files: str, path: Path_, maps: Contexts) -> N
     by_name = [(where, {_key(key): value for key, value in seen.keys.items()}) for where, seen in maps]
     names = list(dict.fromkeys(name for _, keys in by_name for name in keys))
     tuples = {_key(key) for _, seen in maps for key in seen.keys if isinstance(key, tuple)}
-    for family in _groups_of_keys([name for name in names if not name.startswith("@")], maps):
+    plain = [name for name in names if not name.startswith("@")]
+    for family in _groups_of_keys(plain, maps, are_columns=path[-1:] == (ITEMS,)):
         family = _numbers_of_layers(family, path, maps)
         members = {name: _texts(family.members[name]) for name in _both_ends(list(family.members), _MAX_FAMILY)}
         step = (*path, _step(family.pattern, by_tuple=not tuples.isdisjoint(family.members)))
@@ -194,7 +195,7 @@ def _walk_keys(found: Observation, files: str, path: Path_, maps: Contexts) -> N
             _walk(found, files, (*path, name), [(where, keys[name]) for where, keys in by_name if name in keys])
 
 
-def _groups_of_keys(names: Iterable[str], maps: Contexts) -> list[Family]:
+def _groups_of_keys(names: Iterable[str], maps: Contexts, *, are_columns: bool) -> list[Family]:
     """Return keys as patterns, where the values of a pattern are alike; the others by themselves."""
     kinds: dict[str, set[Any]] = defaultdict(set)
     for _, seen in maps:
@@ -206,17 +207,22 @@ def _groups_of_keys(names: Iterable[str], maps: Contexts) -> list[Family]:
         shapes = [kinds[name] for name in family.members]
         is_one = all(one == shapes[0] for one in shapes) or bool(set.intersection(*shapes))
         are_maps = all(one == {("map", 0)} for one in shapes)
-        if family.names and is_one and (are_maps or not _are_fields(family)):
+        if family.names and is_one and (are_maps or not _are_fields(family, are_columns=are_columns)):
             found.append(family)
         else:
             found += [Family(escape(name), {name: {}}) for name in family.members]
     return found
 
 
-def _are_fields(family: Family) -> bool:
-    """Return whether a pattern is a word alone without digits: rather the names of fields than ids."""
+def _are_fields(family: Family, *, are_columns: bool) -> bool:
+    """Return whether a pattern is a word alone without digits: of two keys, or columns, rather the names of fields than ids."""
     has_digits = any(char.isdigit() for name in family.members for char in name)
-    return family.names == ("id",) and family.pattern == "{id}" and not has_digits and len(family.members) < 3
+    return (
+        family.names == ("id",)
+        and family.pattern == "{id}"
+        and not has_digits
+        and (are_columns or len(family.members) < 3)
+    )
 
 
 def _numbers_of_layers(family: Family, path: Path_, maps: Contexts) -> Family:

@@ -142,8 +142,17 @@ class Case:
         """Return what the words of the states leave open (rule 21)."""
         if not self.states.field:
             return ["no word says that these are hidden states"]
-        is_said = self.name != "last_token" or self.states.field == "last_token"
-        return [] if is_said else ["no word says that the vectors are those of the last token"]
+        found = []
+        if self.name == "last_token" and self.states.field != "last_token":
+            found.append("no word says that the vectors are those of the last token")
+        own = self.frame.leaf
+        leaves = [leaf for leaf in self.places.observation.leaves if (leaf.files, leaf.rank) == (own.files, own.rank)]
+        words = set[str]().union(*(words_of(leaf.key) for leaf in leaves))
+        if {"residual", "hidden"} <= words:
+            found.append(
+                "a residual next to hidden states: of two halves, as layers of vLLM return, the sum is the state"
+            )
+        return found
 
     def _of_layers(self) -> list[str]:
         """Rule 18: L is proved by numbers of layers, or attention of as many."""

@@ -15,6 +15,7 @@ from tracestore.ingest.execute.axes import numbers_of
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.language import Layout, parse_layout
+from tracestore.ingest.layout.patterns import INNER_NAMES
 from tracestore.ingest.layout.places import Plan, plan_of
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
@@ -162,7 +163,9 @@ def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
                     expected = f"L {outcome.num_layers}, D {outcome.width}"
                     raise InvalidInputError(f"found L {size[0]}, D {size[1]}, expected {expected}")
                 if key in seen:
-                    raise InvalidInputError(f"the id {escape_unprintable(key[0], 40)!r} occurs in two files")
+                    names = [n for n in execution.plan.states[0].address.files.names if n not in (*INNER_NAMES, "id")]
+                    way = f'; question_id = "={{{names[0]}}}_{{id}}" would tell them apart' if names else ""
+                    raise InvalidInputError(f"the id {escape_unprintable(key[0], 40)!r} occurs in two files{way}")
             if outcome.num_traces >= _MAX_TRACES or num_bytes > _MAX_BYTES:
                 outcome.is_partial = True
                 return
