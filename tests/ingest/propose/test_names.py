@@ -47,6 +47,32 @@ def test_patterns_of_files(names, patterns):
             assert {key: str(value) for key, value in match.bound.items()} == bound
 
 
+@pytest.mark.parametrize(
+    ("names", "may_repeat"),
+    [
+        ("q1_t0.7 q1_t1.0 q2_t0.7 q2_t1.0", True),
+        ("q1_t0.7 q1_t1 q2_t0.7 q2_t1", True),
+        ("paris_0 paris_1 new_york_0 new_york_1", True),
+        ("q1 q1_2 q2 q2_2", True),
+        ("q1 q1_greedy q2 q2_greedy", True),
+        ("q1_llama7b q1_llama q2_llama7b q2_llama", True),
+        ("llama7b_q1 llama_q1 llama7b_q2 llama_q2", True),
+        ("q1_v1.2 q1_v2 q2_v1.2 q2_v2", True),
+        ("3f2a-0 3f2a-1 9bcd-0 9bcd-1", True),
+        ("q1 q2 q10", False),
+        ("new_york new_jersey paris", False),
+        ("tqa_1 tqa_2 nq-open_3", False),
+        ("550e8400-e29b-41d4-a716 6ba7b810-9dad-11d1-80b4 f47ac10b-58cc-4372-a567", False),
+        ("1c3b d2d4 a3f0", False),
+    ],
+)
+def test_ids_with_a_piece_that_may_be_no_part_of_them_rule_23(names, may_repeat):
+    (family,) = families([f"{name}.npz" for name in names.split()], is_path=True)
+
+    assert family.names == ("id",)
+    assert bool(family.doubt) == may_repeat
+
+
 def test_a_name_without_a_pattern_is_escaped():
     (family,) = families(["a{b}*.npz"], is_path=True)
     assert Pattern(family.pattern, is_path=True).literal == "a{b}*.npz"

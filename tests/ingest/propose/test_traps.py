@@ -270,8 +270,9 @@ def test_vectors_without_a_word_rule_21(tmp_path):
     refuse(tmp_path)
 
 
-def test_temperature_in_a_name_rule_23(tmp_path):
-    for name in ("q1_t0.7", "q1_t1.0", "q2_t0.7", "q2_t1.0"):
+@pytest.mark.parametrize("ones", ["1.0", "1"])
+def test_temperature_in_a_name_rule_23(tmp_path, ones):
+    for name in ("q1_t0.7", f"q1_t{ones}", "q2_t0.7", f"q2_t{ones}"):
         found = rows(1)[0]
         del found["id"]
         dump(tmp_path / f"in/{name}.pkl", found)

@@ -28,8 +28,9 @@ _MAX_PROBES = 64
 _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
 _ID_COLUMNS = re.compile(
-    r"(?i)((question|trace|example|row|line|item|sample|prompt|data(set)?|orig(inal)?|global|array|tensor|vector"
-    r"|hidden|states?|embedding|activation)_?)?(ids?|qid|u?uid|guid|idx|index|number|no|row)|position|pos|slot|order"
+    r"(?i)((q(uestion)?|trace|example|row|line|item|sample|prompt|data(set)?|orig(inal)?|global|array|tensor|vector"
+    r"|hidden|states?|embedding|activation|doc(ument)?|record|entry|instance|task|problem|query|request|conversation"
+    r"|custom)?_?)?(ids?|qid|u?uid|guid|idx|index|number|no|row)|position|pos|slot|order|key"
 )
 _UNNAMED = ("", "Unnamed: 0")  # the index of a table, of which a program may have left out rows
 _LAYER_NUMBERS = re.compile(r"(?i)layers?([_-]?(ids?|idx|ind(ex|ices)|num(ber)?s?|list))?")

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -135,7 +135,7 @@ def _with_id(family: Family, others: Iterable[Family]) -> Family:
 
 
 def _pieces_of_ids(names: Iterable[str]) -> set[str]:
-    """Return hexadecimal pieces of random ids: of one length at one place of the names, and not all letters first."""
+    """Return hexadecimal pieces of random ids: of one length at one place of the names, not all a word and a number."""
     columns: dict[tuple[str, int], set[str]] = defaultdict(set)
     for name in names:
         if _HEX.search(name):
@@ -145,7 +145,8 @@ def _pieces_of_ids(names: Iterable[str]) -> set[str]:
     found: set[str] = set()
     for runs in columns.values():
         forms = {re.sub(r"[a-f]+", "a", re.sub(r"\d+", "0", run)) for run in runs}
-        if len(forms) > 1 and len({len(run) for run in runs}) == 1 and all(map(_HEX.fullmatch, runs)):
+        is_random = len(forms) > 1 or not forms <= {"0", "a", "a0"}
+        if is_random and len({len(run) for run in runs}) == 1 and all(map(_HEX.fullmatch, runs)):
             found |= runs
     return found
 
@@ -284,9 +285,23 @@ def _is_pattern(piece: Piece, *, is_path: bool) -> bool:
 
 def _has_pieces(ids: Sequence[str]) -> bool:
     """Return whether ids have two pieces that vary, of which one can be removed so that ids repeat (rule 23)."""
-    split = [_TOKEN.findall(text) for text in ids]
+    pieces = _pieces_of_ids(ids)
+    split = [_tokens(text, pieces) for text in ids]
     if len({len(tokens) for tokens in split}) != 1:
-        return False
+        return _have_stems(ids)
     columns = [column for column in zip(*split, strict=True) if len(set(column)) > 1]
     others = ([c for c in columns if c is not one] for one in columns)
     return len(columns) > 1 and any(len(set(zip(*rest, strict=True))) < len(ids) for rest in others)
+
+
+def _have_stems(ids: Iterable[str]) -> bool:
+    """Return whether ids with digits are others with an end, as q1 and q1_2, or have beginnings and ends in common."""
+    known, num_ends = set(ids), Counter[str]()
+    begins: dict[str, set[str]] = defaultdict(set)
+    for text in known:
+        for cut in re.finditer(r"[\W_]+", text) if any(char.isdigit() for char in text) else ():
+            begin, end = text[: cut.start()], text[cut.end() :]
+            num_ends[begin] += bool(end)
+            begins[end].add(begin)
+    is_longer = any(begin in num_ends for begin in known)
+    return is_longer or any(len(b) > 1 and max(num_ends[text] for text in b) > 1 for e, b in begins.items() if e)
