@@ -28,7 +28,7 @@ _MAX_PROBES = 64
 _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
 _ID_COLUMNS = re.compile(
-    r"(?i)((q(uestion)?|trace|example|row|line|item|sample|prompt|data(set)?|orig(inal)?|global|array|tensor|vector"
+    r"(?i)((question|q|trace|example|row|line|item|sample|prompt|data(set)?|orig(inal)?|global|array|tensor|vector"
     r"|hidden|states?|embedding|activation|doc(ument)?|record|entry|instance|task|problem|query|request|conversation"
     r"|custom)?_?)?(ids?|qid|u?uid|guid|idx|index|number|no|row)|position|pos|slot|order|key"
 )
