@@ -39,6 +39,14 @@ def labels(store):
     return dict(zip(opened.question_ids, opened.scores.tolist(), strict=True))
 
 
+def stored_traces(store):
+    """Return question, states and scores by key."""
+    return {
+        (t.question_id, t.sample): (t.question, t.hidden_states.tobytes(), tuple(t.scores.items()))
+        for t in tracestore.open(store)
+    }
+
+
 @pytest.fixture
 def folder(tmp_path):
     dump(tmp_path / "in/a.pkl", rows(0, 1))
@@ -158,6 +166,46 @@ def test_kept_layouts_keep_their_order_without_a_stated_one(tmp_path, is_alone):
     generation = tracestore.open(store).generation
     convert(tmp_path / "in", store)
     assert tracestore.open(store).generation == generation
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("change", ["new id", "answer", "sample", "labels"])
+def test_layouts_that_ignore_the_files_of_each_other_are_both_used(tmp_path, change, workers):
+    """Each reads its own files again and the new ones, with the table that both have."""
+    folder, flags = tmp_path / "in", ("--workers", workers, "--on-conflict", "keep-last")
+    label = ["is_correct = labels.csv : [id=id]/ok", "question = q_{id}.json"]
+    greedy = ["hidden_states = greedy_{id}.npy -> L S D", "sample = =9", "ignore = sampled_*", *label]
+    sampled = ["hidden_states = sampled_{id}_{sample}.npy -> L S D", "ignore = greedy_*", *label]
+    both = [field_flags(*sampled, 'share.is_correct = ["sample"]', 'share.question = ["sample"]'), field_flags(*greedy)]
+
+    def save(name, seed):
+        np.save(folder / f"{name}.npy", states(2, 4, 8, seed=seed))
+
+    folder.mkdir()
+    for k in range(2):
+        (folder / f"q_q{k}.json").write_text(f'"why {k}"')
+        for number, name in enumerate(("greedy_q{}", "sampled_q{}_0", "sampled_q{}_1")):
+            save(name.format(k), 3 * k + number)
+    write_labels(folder, [1, 0])
+    for lines in both:
+        convert(folder, tmp_path / "s.zarr", *lines, *flags)
+    convert(folder, tmp_path / "s.zarr", *flags)
+    if change == "new id":
+        (folder / "q_q2.json").write_text('"why 2"')
+        save("greedy_q2", 10)
+        save("sampled_q2_0", 11)
+    elif change == "labels":
+        write_labels(folder, [0, 1])
+    else:
+        save({"answer": "greedy_q1", "sample": "sampled_q1_1"}[change], 20)
+
+    convert(folder, tmp_path / "s.zarr", *flags)
+
+    for lines in both:
+        convert(folder, tmp_path / "one.zarr", *lines, *flags)
+    assert stored_traces(tmp_path / "s.zarr") == stored_traces(tmp_path / "one.zarr")
+    convert(folder, tmp_path / "s.zarr", "--overwrite")
+    assert stored_traces(tmp_path / "s.zarr") == stored_traces(tmp_path / "one.zarr")
 
 
 def test_traces_that_a_layout_added_before_a_refused_file_are_read_by_it(tmp_path, folder):

@@ -80,14 +80,17 @@ def described_run(
     kept = [_with_padding(layout, options) for layout in _kept_layouts(folder)]
     parts: list[Part] = []
     for named, files in groups:
+        of_kept, read = set[str](), set[str]()
         for layout in kept:
-            own = files_of(layout, files)
-            files = {name: path for name, path in files.items() if name not in own}
+            own, of_lines = files_of(layout, files, read)
+            of_kept |= own.keys()
+            read |= of_lines
             if own and lines:
                 raise UsageError(
                     f"{_flags(lines)}: a layout that the store keeps reads the files; state another layout"
                 )
             parts += [Part(layout, own, owned, origin="layout that the store keeps")] if own else []
+        files = {name: path for name, path in files.items() if name not in of_kept}
         parts += builtin_parts(files, named, owned, lines, rest, settings=settings, has_scores_file=has_scores_file)
     run = DescribedRun(parts, {path: k for k, path in enumerate(paths)}, found, is_builtin=True)
     if not run.sources:

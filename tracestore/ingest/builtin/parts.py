@@ -1,7 +1,7 @@
 """Parts of a conversion: layouts with their files, structures of built-in layouts, exports, and files of none."""
 
 import shlex
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import cached_property, partial
@@ -12,11 +12,10 @@ from tracestore.errors import InvalidInputError, NoTracesError, UsageError
 from tracestore.ingest.builtin.claiming import Claims, claim
 from tracestore.ingest.builtin.library import Builtin, builtins
 from tracestore.ingest.execute.accounts import holds_array, looks_like_label
-from tracestore.ingest.execute.claims import is_other, list_files
+from tracestore.ingest.execute.claims import is_other, list_files, owner_of
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.exports.export_manifest import find_export
 from tracestore.ingest.layout.language import Layout
-from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import plan_of
 from tracestore.ingest.preprocessed import read_preprocessed
 from tracestore.ingest.readers.looks import FirstLooks
@@ -153,15 +152,18 @@ class Part:
         return self.builtin.signatures[text].checked(root, self.builtin.name)
 
 
-def files_of(layout: Layout, files: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the files that the lines of a layout name; none if no states are among them."""
+def files_of(layout: Layout, files: Mapping[str, Path], read: Set[str]) -> tuple[dict[str, Path], set[str]]:
+    """Return the files that a layout names, and the names of those that its lines read; none if no states are among them.
+
+    States are left out if other lines `read` them; tables and texts may belong to the states of several layouts.
+    """
     plan = plan_of(layout)
-    patterns = [Pattern(text, is_path=True) for text in plan.files]
-    found = {p.text: {name for name in files if p.match(name) is not None} for p in patterns}
-    if not all(found[place.address.files.text] for place in plan.states):
-        return {}
-    names = set().union(*found.values())
-    return {name: path for name, path in files.items() if name in names}
+    of_states = {place.address.files.text for place in plan.states}
+    owners = {name: owner[0] for name in files if (owner := owner_of(name, plan)) is not None}
+    owners = {name: text for name, text in owners.items() if not (text in of_states and name in read)}
+    if not of_states <= set(owners.values()):
+        return {}, set()
+    return {name: files[name] for name in owners}, {n for n, text in owners.items() if text not in plan.ignored_files}
 
 
 def sources_in_order(parts: Sequence[Part], order: Mapping[Path, int]) -> list[SourceFile]:

@@ -166,12 +166,10 @@ def claim_files(
     InvalidInputError
         If two patterns of equal length match a file, no line names it (rule 8), or a line matches none.
     """
-    patterns = {text: Pattern(text, is_path=True) for text in plan.files}
-    ignored = {address.files.text for address in plan.left_out} - {p.address.files.text for p in plan.places}
-    claimed: Claimed = {text: [] for text in patterns}
+    claimed: Claimed = {text: [] for text in plan.files}
     skipped, unowned = {os.path.realpath(path) for path in owned}, []
     for name, path in files.items():
-        if (owner := _owner(name, patterns, ignored)) is not None:
+        if (owner := owner_of(name, plan)) is not None:
             text, bound = owner
             claimed[text].append(FoundFile(path, name, bound))
         elif os.path.realpath(path) not in skipped and not is_other(name):
@@ -181,7 +179,7 @@ def claim_files(
         way = "unpack it" if unowned[0].lower().endswith(_ARCHIVES) else f"add a line, or ignore = {lines}"
         raise InvalidInputError(f"no line of the layout names {some_of(unowned)}; {way}")
     if is_stated:
-        _check_ignored(plan, patterns, ignored, claimed)
+        _check_ignored(plan, claimed)
     for place in plan.places:
         if not (claimed[place.address.files.text] or place.is_optional):
             reason = _taken(place.address.files, claimed) or f"there are {some_of(list(files))}"
@@ -190,14 +188,14 @@ def claim_files(
     return claimed
 
 
-def _check_ignored(plan: Plan, patterns: dict[str, Pattern], ignored: set[str], claimed: Claimed) -> None:
+def _check_ignored(plan: Plan, claimed: Claimed) -> None:
     """Refuse entries of `ignore` that leave out no file, or of values in a file that no line reads."""
     for address in plan.left_out:
         text = address.files.text
-        if text in ignored and not claimed[text]:
-            reason = _taken(patterns[text], claimed) or "remove the entry"
+        if text in plan.ignored_files and not claimed[text]:
+            reason = _taken(plan.files[text], claimed) or "remove the entry"
             raise InvalidInputError(f"{address}: no file is left out by it; {reason}", field="ignore")
-        if text in ignored and address.path:
+        if text in plan.ignored_files and address.path:
             name = claimed[text][0].name
             lines = (p.address.files.text for p in plan.places if p.address.files.match(name))
             line = next((f"the line of {name} has {line}" for line in lines), f'ignore = ["{text}"] leaves it out')
@@ -212,10 +210,10 @@ def _taken(pattern: Pattern, claimed: Claimed) -> str:
     return f"{escape_unprintable(name, 60)} {reason}" if text else ""
 
 
-def _owner(name: str, patterns: dict[str, Pattern], ignored: set[str]) -> tuple[str, dict[str, Any]] | None:
-    """Return the pattern that a file belongs to and what it binds; a field beats `ignore` on ties."""
-    matches = {text: match for text, pattern in patterns.items() if (match := pattern.match(name)) is not None}
-    ranks = {text: (patterns[text].num_literals, text not in ignored) for text in matches}
+def owner_of(name: str, plan: Plan) -> tuple[str, dict[str, Any]] | None:
+    """Return the FILES that a file belongs to and what they bind; a field beats `ignore` on ties."""
+    matches = {text: match for text, pattern in plan.files.items() if (match := pattern.match(name)) is not None}
+    ranks = {text: (plan.files[text].num_literals, text not in plan.ignored_files) for text in matches}
     best = [text for text, rank in ranks.items() if rank == max(ranks.values())]
     if len(best) > 1:
         raise InvalidInputError(f"{best[0]} and {best[1]} match it with equally many characters", source=name)

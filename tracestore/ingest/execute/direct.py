@@ -65,7 +65,7 @@ def direct_step(plan: Plan) -> ItemsStep | bool | None:
     """Return the step to the items that hold all fields of the traces; None for whole files, False for other layouts."""
     state = plan.states[0].address
     step = state.path[0] if len(state.path) == 2 else None
-    if not isinstance(step, ItemsStep | None) or len(plan.states) > 1 or plan.files != [state.files.text]:
+    if not isinstance(step, ItemsStep | None) or len(plan.states) > 1 or plan.files.keys() != {state.files.text}:
         return False
     before: tuple[Step, ...] = () if step is None else (step,)
     names = {*state.files.names, *getattr(step, "names", ())}

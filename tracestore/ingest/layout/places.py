@@ -141,11 +141,16 @@ class Plan:
         """All places."""
         return [*self.states, *self.others]
 
-    @property
-    def files(self) -> list[str]:
+    @cached_property
+    def files(self) -> dict[str, Pattern]:
         """The different FILES of the layout, in their order."""
         texts = [place.address.files.text for place in self.places]
-        return list(dict.fromkeys([*texts, *(a.files.text for a in self.left_out)]))
+        return {text: Pattern(text, is_path=True) for text in [*texts, *(a.files.text for a in self.left_out)]}
+
+    @cached_property
+    def ignored_files(self) -> set[str]:
+        """The FILES that no line has."""
+        return self.files.keys() - {place.address.files.text for place in self.places}
 
     @property
     def left_out(self) -> list[Address]:
