@@ -187,7 +187,7 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
             raise UsageError(f"{where}: {name}: {error}") from None
     _add_records(addresses, lists.get("records", ()))
     layout = Layout(addresses, templates, lists.get("records", ()), lists.get("ignore", ()), settings)
-    if layout.is_filter:
+    if layout.is_filter and _OTHER_STATES not in entries:
         return layout
     if not any(name in addresses for name in STATES):
         only = f"{_OTHER_STATES}: mean-pooled states cannot be stored; " * (_OTHER_STATES in entries)
