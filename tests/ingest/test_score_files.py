@@ -8,6 +8,7 @@ import pytest
 import tracestore
 from tests.helpers import command, convert, error_of, make_traces, write_pickle
 from tracestore.ingest.score_files import id_column_of, score_columns_of
+from tracestore.ingest.scores import read_scores
 
 SCORES = [0.25, 0.75, 0.5]
 IDS = ["q0", "q1", "q2"]
@@ -201,3 +202,43 @@ def test_a_column_that_is_spelled_like_its_name_counts_before_another(tmp_path, 
 def test_columns_in_two_spellings():
     header = ["Score", "Question_ID", "question_id", "score"]
     assert (score_columns_of(header), id_column_of(header)) == (["score"], "question_id")
+
+
+def group_files(column):
+    """Return files with the group a of q1 and q2 in a column, and its name in a late row."""
+    table = [{"question_id": q, "score": 0.5, column: "a"} for q in IDS[1:]]
+    bare = [{"question_id": "q0", "score": 0.5}]
+    return {
+        "x.csv": "\n".join([f"question_id,score,{column}", "q0,0.5,", "q1,0.5,a", "q2,0.5,a"]),
+        "x.jsonl": "\n".join(json.dumps(row) for row in [bare[0] | {column: None}, *table]),
+        "late.jsonl": "\n".join(json.dumps(row) for row in bare + table),
+    }
+
+
+@pytest.mark.parametrize("way", ["convert", "converted before", "score", "tasks"])
+@pytest.mark.parametrize("column", ["group", "Group", "GROUP", " Group "])
+@pytest.mark.parametrize("name", group_files(""))
+def test_a_column_of_groups_in_another_spelling_has_the_groups(tmp_path, monkeypatch, name, column, way):
+    if name == "late.jsonl":
+        monkeypatch.setattr("tracestore.ingest.score_files._MAX_HEADER_ROWS", 1)
+    (tmp_path / name).write_text(group_files(column)[name])
+    source, store = write_pickle(tmp_path / "in/t.pkl", make_traces(3)), tmp_path / "s.zarr"
+    if way in ("converted before", "score"):
+        convert(source, store)
+    words = ["score", store] if way == "score" else ["convert", source, store]
+    words += ["--scores", tmp_path / name, *(["--workers", 2] if way == "tasks" else [])]
+    if name == "late.jsonl" and column.strip() != "group":
+        assert f"found {column.strip()}, which the first rows do not have" in error_of(*words, code=3)
+        return
+    command(*words, check=0)
+    with tracestore.open(store) as opened:
+        assert [trace.group for trace in opened] == ["", "a", "a"]
+
+
+@pytest.mark.parametrize("header", [["Group", "group"], ["group", "Group"]])
+def test_the_group_that_is_spelled_like_its_name_counts(tmp_path, header):
+    (tmp_path / "x.csv").write_text(f"question_id,score,{','.join(header)}\nq0,1,{header[0]},{header[1]}\n")
+    (row,) = read_scores(tmp_path / "x.csv").rows.values()
+    assert row.group == "group"
+    (row,) = read_scores(tmp_path / "x.csv", group_column="Group").rows.values()
+    assert row.group == "Group"

@@ -292,8 +292,8 @@ def _columns(
     if column == "label" and tuple(header[: len(PREDICTION_COLUMNS)]) == PREDICTION_COLUMNS:
         direction = HALLUCINATION
     scores = Scores(path, column, direction or CORRECT, samples, id_column=ids)
-    scores.group_column, scores.is_direction_known = group_column or GROUP_COLUMN, direction is not None
-    scores.has_groups = scores.group_column in header
+    scores.group_column = group_column or column_of(header, GROUP_COLUMN) or GROUP_COLUMN
+    scores.has_groups, scores.is_direction_known = scores.group_column in header, direction is not None
     if id_column is None:
         others = sorted({*header} - {ids, samples, column, group_column})
         scores.question_column = column_of(others, "question")
@@ -306,8 +306,8 @@ def _columns(
 
 def _check_late_columns(scores: Scores, names: set[str]) -> None:
     """Refuse columns that count and that the first rows, which are the header, do not have."""
-    known = "label", "sample", normalized(scores.column)
-    names = {name for name in names if normalized(name) in known}
+    known = "label", "sample", normalized(scores.column), normalized(scores.group_column)
+    names = {name for name in names - {scores.group_column} if normalized(name) in known}
     if names:
         raise InvalidInputError(f"found {min(names)}, which the first rows do not have; write it into the first row")
 
