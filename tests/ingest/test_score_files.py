@@ -1,6 +1,7 @@
 """Scores files: formats, names of columns and ids, words of judges, and which files are taken."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -242,3 +243,31 @@ def test_the_group_that_is_spelled_like_its_name_counts(tmp_path, header):
     assert row.group == "group"
     (row,) = read_scores(tmp_path / "x.csv", group_column="Group").rows.values()
     assert row.group == "Group"
+
+
+MISSING = [math.nan, "nan", "NaN", "NA", "n/a", "None", "null", "-", " ", "", None]
+
+
+@pytest.mark.parametrize("group", [*MISSING, 1.0, 1, "1", "nano"])
+@pytest.mark.parametrize("way", ["table", "JSON", "score", "inside", "stated", "joined"])
+def test_a_missing_group_is_none(tmp_path, way, group):
+    """pandas writes nan for an empty cell [questions of no template are kept together in a split]."""
+    traces, table = make_traces(3), rows(score=SCORES, group=["a", "b", group])
+    flags = ["--field", "hidden_states = t.pkl : []/x -> L S D", "--field", "question_id = t.pkl : []/id"]
+    if way in ("stated", "joined"):
+        flags += ["--field", f"group = {'t.pkl : []/group' if way == 'stated' else 'in.json : [id=question_id]/group'}"]
+        traces = [{"id": q, "x": np.stack(t["hidden_states"])} for q, t in zip(IDS, traces, strict=True)]
+    if way in ("inside", "stated"):
+        traces = [trace | {"group": row["group"]} for trace, row in zip(traces, table, strict=True)]
+    source, store = write_pickle(tmp_path / "in/t.pkl", traces), tmp_path / "s.zarr"
+    path = tmp_path / ("in/in.json" if way == "joined" else "x.csv" if way == "table" else "x.json")
+    lines = ["question_id,score,group", *(",".join(map(str, row.values())) for row in table)]
+    table = [{"question_id": row["question_id"], "group": row["group"]} for row in table] if way == "joined" else table
+    path.write_text("\n".join(lines) if way == "table" else json.dumps(table))
+    scores = ["--scores", path]
+    convert(source.parent, store, *{"table": scores, "JSON": scores, "stated": flags, "joined": flags}.get(way, []))
+    if way == "score":
+        command("score", store, *scores, check=0)
+    with tracestore.open(store) as opened:
+        expected = "" if group in MISSING else "1" if group == 1 and way != "table" else str(group)
+        assert [trace.group for trace in opened] == ["a", "b", expected]

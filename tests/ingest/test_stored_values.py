@@ -105,11 +105,12 @@ def test_an_empty_cell_removes_a_score_only_if_the_user_chooses(tmp_path, store,
     assert (report["num_removed"], report["num_updated"], report["num_scored"]) == (1, 1, N - 1)
 
 
-def test_an_empty_group_is_a_conflict_and_a_file_without_groups_keeps_them(store):
+@pytest.mark.parametrize("cell", ["", "nan", "NA"])
+def test_an_empty_group_is_a_conflict_and_a_file_without_groups_keeps_them(store, cell):
     score(store, "question_id,score\nq0,0.5\n")
     assert groups(store) == ["g0", "g1"] * 3
-    refused(store, "question_id,score,group\nq0,0.5,a\nq1,0.1,\n")
-    score(store, "question_id,score,group\nq0,0.5,a\nq1,0.1,\n", *REMOVES)
+    refused(store, f"question_id,score,group\nq0,0.5,a\nq1,0.1,{cell}\n")
+    score(store, f"question_id,score,group\nq0,0.5,a\nq1,0.1,{cell}\n", *REMOVES)
     assert groups(store)[:3] == ["a", "", "g0"]
     refused(store, "question_id,score,group\nq0,0.5,\n")  # no cell has a group
     score(store, "question_id,score,group\nq0,0.5,\n", *REMOVES)

@@ -12,7 +12,7 @@ from typing import Any
 from tracestore.errors import InvalidInputError, UsageError, error_location, escape_unprintable
 from tracestore.ingest.execute.join import texts_agree
 from tracestore.ingest.execute.table_accounts import check_remainders
-from tracestore.ingest.execute.values import label_value, number, one_value, score_value
+from tracestore.ingest.execute.values import group_text, label_value, number, one_value, score_value
 from tracestore.ingest.score_files import (
     GROUP_COLUMN,
     ID_COLUMN,
@@ -346,7 +346,7 @@ def _label(scores: Scores, value: Any) -> float:
 
 def _row(scores: Scores, row: dict[str, Any]) -> tuple[Key, ScoreRow]:
     """Return the key and the values of a row of the file."""
-    group = one_value(row.get(scores.group_column), scores.group_column)
+    group = group_text(one_value(row.get(scores.group_column), scores.group_column))
     score = _score(scores, one_value(row.get(scores.column), scores.column))
     label = math.nan if scores.label_column is None else _label(scores, row.get(scores.label_column))
     question = row.get(scores.id_column)
@@ -355,4 +355,4 @@ def _row(scores: Scores, row: dict[str, Any]) -> tuple[Key, ScoreRow]:
         raise InvalidInputError(f"found {question!r:.42} in {scores.id_column}, expected an id")
     if not 0 <= sample < _MAX_SAMPLE:
         raise InvalidInputError(f"found sample {sample}, expected 0 to 2^31 - 1")
-    return (str(question), sample), ScoreRow(score, "" if group is None else str(group).strip(), label)
+    return (str(question), sample), ScoreRow(score, group, label)

@@ -24,6 +24,7 @@ from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.execute.values import (
     check_agreement,
     check_spans,
+    group_text,
     id_text,
     key_text,
     number_of,
@@ -92,6 +93,8 @@ class RecordMaker:
             values, source_name=self._source, position=position, need_attention=self.need_attention
         )
         record.dropped = []
+        if record.group:
+            record.group = group_text(record.group)
         if self._has_no_padding:  # the record has compared the shapes
             check_zero_tokens([layer.reshape(1, -1) for layer in states] if is_last else states, self._states)
         if is_row and not is_last and self._words is not None and self.settings.get("S.padding") != "none":

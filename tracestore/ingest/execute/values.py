@@ -200,6 +200,12 @@ def typed_value(name: str, value: Any) -> Any:
     return value
 
 
+def group_text(value: Any) -> str:
+    """Return a group as text, "" where it is missing: a table has a word such as nan for an empty cell."""
+    text = "" if value is None else key_text(value)
+    return "" if text.casefold() in _MISSING else text
+
+
 def verdict_value(value: Any, name: str, direction: str, words: Mapping[str, bool | str] | None) -> float:
     """Return a label or score, NaN where it is missing; without `words`, keys of the schema are those of `create`."""
     score = score_of(name)
