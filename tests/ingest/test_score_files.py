@@ -9,7 +9,8 @@ import pytest
 import tracestore
 from tests.helpers import command, convert, error_of, make_traces, write_pickle
 from tracestore.ingest.score_files import id_column_of, score_columns_of
-from tracestore.ingest.scores import read_scores
+from tracestore.ingest.scores import read_scores, score_name
+from tracestore.store.vocabulary import SCORES as SCORE_DIRECTIONS
 
 SCORES = [0.25, 0.75, 0.5]
 IDS = ["q0", "q1", "q2"]
@@ -271,3 +272,39 @@ def test_a_missing_group_is_none(tmp_path, way, group):
     with tracestore.open(store) as opened:
         expected = "" if group in MISSING else "1" if group == 1 and way != "table" else str(group)
         assert [trace.group for trace in opened] == ["a", "b", expected]
+
+
+UNKNOWN = (
+    *("not_correct", "NotCorrect", "no-hallucination", "non_hallucinated", "is_not_hallucinated", "num_correct", "without hallucination"),
+    *("in_correct", "un_faithful", "counter_factual", "anti_hallucination", "p_no_hallucination_score", "wrong_f1", "number_of_correct"),
+    *("semantic_entropy_scores", "uncertainty_score", "perplexity-scores", "hallucination_risk_score", "selfcheckgpt_scores", "no.hallucination"),
+)  # fmt: skip
+KNOWN = {
+    **dict.fromkeys(("score", "eval_scores", "my_test_score", "answer_scores", "2024-all-scores"), "score"),
+    **{"triviaqa_correct": "correct", "llama-2 bleurt_scores": "bleurt_score", "dev_F1": "f1", "x.bleurt": "bleurt"},
+    **{"llama_hallucination": "hallucination", "hallucination_labels": "hallucination_label", "2_em": "em"},
+}
+
+
+@pytest.mark.parametrize("stem", [*UNKNOWN, *KNOWN])
+@pytest.mark.parametrize("way", ["convert", "score", "tasks"])
+def test_the_name_of_a_file_of_values_by_id_tells_the_direction_only_if_no_word_changes_it(tmp_path, stem, way):
+    source, store, path = write_pickle(tmp_path / "in/t.pkl", make_traces(3)), tmp_path / "s.zarr", tmp_path / "x"
+    path = tmp_path / f"{stem}.json"
+    path.write_text(json.dumps(dict(zip(IDS, (0, 1, 1), strict=True))))
+    if way == "score":
+        convert(source, store)
+    words = ["score", store] if way == "score" else ["convert", source, store]
+    words += ["--scores", path, *(["--workers", 2] if way == "tasks" else [])]
+    if stem in KNOWN:
+        command(*words, check=0)
+    else:
+        assert f"{path.name}: found columns {stem}, question_id" in error_of(*words, code=3)
+        words += ["--score-column", stem]
+        assert "--score-direction hallucination" in error_of(*words, code=2)
+        command(*words, "--score-direction", "hallucination", check=0)
+    with tracestore.open(store) as opened:
+        assert opened.scores.tolist() == [0, 1, 1]
+        (name,) = opened.score_fields
+        assert name == KNOWN.get(stem, score_name(stem))
+        assert opened.score_direction == SCORE_DIRECTIONS.get(name, "hallucination")

@@ -27,6 +27,12 @@ _SAMPLE_COLUMNS = ("sample",)
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
 _JUDGMENT = re.compile(r"^is_|^has_|hallucinate[sd]$|_correct$|^correct_prediction$")
+# Words in front of the name of a score in that of a file: those that leave the meaning of "score", as semantic_entropy does
+# not, and those that change the meaning of other names.
+_OF_SCORE = frozenset(("my", "all", "eval", "evaluation", "test", "train", "val", "dev", "answer", "truth", "ground"))
+_CHANGING = frozenset(
+    ("not", "no", "non", "un", "in", "anti", "counter", "without", "wrong", "false", "error", "num", "number", "count")
+)
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson")
 _MAX_HEADER_ROWS = 100  # whose keys are the columns of a table
 
@@ -177,10 +183,15 @@ def _columns(columns: dict[str, list[Any]]) -> ScoreTable:
 
 
 def _column_of_file(path: Path) -> str:
-    """Return the name of the only column of a file: the name of a score at the end of its stem, else the stem."""
-    stem = normalized(path.stem)
-    names = sorted((*SCORES, *WORD_COLUMNS), key=len, reverse=True)
-    return next((n for n in names if f"_{stem}".endswith((f"_{n}", f"_{n}s"))), path.stem)
+    """Return the name of the only column of a file: the name of a score at the end of its stem, else the stem.
+
+    The stem also counts if words in front may change what a high score means.
+    """
+    for name in sorted((*SCORES, *WORD_COLUMNS), key=len, reverse=True):
+        if found := re.fullmatch(rf"(|.*[_.]){name}s?", normalized(path.stem)):
+            words = set(re.findall("[a-z]+", found[1]))
+            return path.stem if (words - _OF_SCORE if name == "score" else words & _CHANGING) else name
+    return path.stem
 
 
 class FoundFiles(NamedTuple):

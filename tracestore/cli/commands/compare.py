@@ -22,7 +22,7 @@ from tracestore.words import plural
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("folders", metavar="DIR", nargs="+", type=Path, help="output folders of tracestore train")
-    text = "write a page (.html) about all runs; replaces an earlier page (default: none)"
+    text = "write a page (.html) about all runs; replaces an earlier one of tracestore (default: none)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=text)
     add_overwrite(parser)
     add_allow_mixed_provenance(parser)
