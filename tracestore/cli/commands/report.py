@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     add_stores(parser, parse_location)
     add_allow_mixed_provenance(parser)
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="the page, .html; replaces an earlier page of tracestore"
+        "--output", type=Path, required=True, metavar="FILE", help="the page, .html; replaces one of tracestore"
     )
     add_overwrite(parser)
     add_score(parser)
