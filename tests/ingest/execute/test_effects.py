@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 import zipfile
 
 import numpy as np
@@ -146,10 +147,11 @@ def test_rule_01_a_layer_beyond_the_stated_number(tmp_path):
 
 
 def padded(tmp_path, lengths=(4, 2, 3), prompts=(3, 3, 3)):
-    """Write a stack (N, L, S 4, D) that is padded on the left."""
-    mask = np.array([[k >= 4 - n for k in range(4)] for n in lengths])
-    hidden = states(len(lengths), 2, 4, 8) * mask[:, None, :, None]
-    dump(tmp_path / "in/a.pkl", {"hs": hidden, "m": mask, "p": np.array(prompts), "id": list("abc")[: len(lengths)]})
+    """Write a stack (N, L, S, D) that is padded on the left."""
+    size = max(lengths)
+    mask = np.array([[k >= size - n for k in range(size)] for n in lengths])
+    hidden = states(len(lengths), 2, size, 8) * mask[:, None, :, None]
+    dump(tmp_path / "in/a.pkl", {"hs": hidden, "m": mask, "p": list(prompts), "id": list("abc")[: len(lengths)]})
     return {
         "hidden_states": "a.pkl : hs -> N L S D",
         "S.mask": "a.pkl : m -> N S",
@@ -158,29 +160,75 @@ def padded(tmp_path, lengths=(4, 2, 3), prompts=(3, 3, 3)):
     }
 
 
-def test_rule_17_one_prompt_length_of_rows_padded_in_front(tmp_path):
-    """[the width of the padded prompts as the length of each]"""
-    refuse(tmp_path, padded(tmp_path, (4, 3, 3)), "found 3 in every row, also where 1 tokens of padding")
+def lengths_of(traces):
+    """Return the lengths of the prompts, by the ids."""
+    return [traces[key].prompt_length for key in sorted(traces)]
+
+
+WAYS = {
+    "a column": ("a.pkl : p -> N", {}),
+    "a table": ("t.csv : [id=id]/n", {"ignore": "a.pkl : p"}),
+    "a number": ("={n}", {"ignore": "a.pkl : p"}),
+    "a first token and a column": (["=1", "a.pkl : less -> N"], {"ignore": "a.pkl : p"}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("counted", [None, "tokens", "columns"])
+@pytest.mark.parametrize(("length", "columns"), [(2, [0, 2, 1]), (3, [1, 3, 2])])
+def test_rule_17_a_prompt_length_is_stated_in_several_ways(tmp_path, way, counted, length, columns):
+    """[a number of the layout as the columns of each row]"""
+    lengths = (6, 8, 7)
+    line, entries = WAYS[way]
+    layout = padded(tmp_path, lengths, (length,) * 3) | entries
+    file = pickle.loads((tmp_path / "in/a.pkl").read_bytes())
+    if way == "a first token and a column":
+        dump(tmp_path / "in/a.pkl", file | {"less": [length - 1] * 3})
+    if way == "a table":
+        table(tmp_path / "in/t.csv", [{"id": name, "n": length} for name in "abc"])
+    layout["prompt_length"] = line.format(n=length) if type(line) is str else line
+    layout |= {} if counted is None else {"S.prompt": counted}
+    if counted is None and length > 2:
+        refuse(tmp_path, layout, "prompt_length: found 3 also where 2 tokens of padding are before the prompt")
+        return
+
+    assert lengths_of(convert(tmp_path, layout)) == (columns if counted == "columns" else [length] * 3)
+
+
+@pytest.mark.parametrize("counted", [None, "tokens", "columns"])
+@pytest.mark.parametrize(("length", "columns"), [(2, [0, 2, 1]), (3, [1, 3, 2])])
+def test_rule_17_names_give_the_length_of_a_prompt(tmp_path, counted, length, columns):
+    for k, begin in enumerate((2, 0, 1)):
+        mask = (np.arange(8) >= begin).astype(int)
+        value = {"hs": states(2, 8, 8, seed=k) * mask[:, None], "m": mask}
+        dump(tmp_path / f"in/q{k}_p{length}.pkl", value)
+    layout = {"hidden_states": "{id}_p{n:d}.pkl : hs -> L S D", "S.mask": "{id}_p{n:d}.pkl : m -> S"}
+    layout |= {"prompt_length": "={n}"} | ({} if counted is None else {"S.prompt": counted})
+    if counted is None:
+        refuse(tmp_path, layout, f"prompt_length: found {length} also where 1 tokens|found 3 also where 2 tokens")
+        return
+
+    assert lengths_of(convert(tmp_path, layout)) == (columns if counted == "columns" else [length] * 3)
+
+
+@pytest.mark.parametrize("prompts", [(3, 3, 3), (3, 3, None), (None, 3, 3)])
+def test_rule_17_one_prompt_length_of_rows_padded_in_front(tmp_path, prompts):
+    """[the width of the padded prompts as the length of each; a row without a length]"""
+    refuse(tmp_path, padded(tmp_path, (4, 3, 3), prompts), "found 3 also where 1 tokens of padding")
 
 
 def test_rule_17_columns_of_the_prompt_count_the_padding(tmp_path):
-    traces = convert(tmp_path, padded(tmp_path) | {"S.prompt": "columns"})
-
-    assert [traces[name, 0].prompt_length for name in "abc"] == [3, 1, 2]
+    assert lengths_of(convert(tmp_path, padded(tmp_path) | {"S.prompt": "columns"})) == [3, 1, 2]
 
 
 def test_rule_17_tokens_of_the_prompt_do_not(tmp_path):
     layout = padded(tmp_path, lengths=(4, 3, 3), prompts=(2, 2, 2))
 
-    traces = convert(tmp_path, layout | {"S.prompt": "tokens"})
-
-    assert [traces[name, 0].prompt_length for name in "abc"] == [2, 2, 2]
+    assert lengths_of(convert(tmp_path, layout | {"S.prompt": "tokens"})) == [2, 2, 2]
 
 
 def test_rule_17_lengths_that_differ_are_those_of_tokens(tmp_path):
-    traces = convert(tmp_path, padded(tmp_path, prompts=(3, 1, 2)))
-
-    assert [traces[name, 0].prompt_length for name in "abc"] == [3, 1, 2]
+    assert lengths_of(convert(tmp_path, padded(tmp_path, prompts=(3, 1, 2)))) == [3, 1, 2]
 
 
 @pytest.mark.parametrize("prompts", [(1, 1, 1), (6, 6, 6)])
@@ -188,6 +236,51 @@ def test_rule_17_columns_outside_the_tokens(tmp_path, prompts):
     layout = padded(tmp_path, lengths=(4, 2, 2), prompts=prompts)
 
     refuse(tmp_path, layout | {"S.prompt": "columns"}, "prompt_length: found")
+
+
+@pytest.mark.parametrize("stated", [None, [None, None], [None, 3], [2, 3]])
+def test_rule_05b_the_columns_of_a_first_pass_are_no_stated_length(tmp_path, stated):
+    """[padding in the prompt of a row without a length]"""
+    mask = np.array([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    passes = [states(2, 2, size, 8, seed=k) for k, size in enumerate((3, 1, 1))]
+    passes[0][0, :, :1] = 0
+    dump(tmp_path / "in/a.pkl", {"hs": passes, "m": mask} | ({} if stated is None else {"n": stated}))
+    layout = {"hidden_states": "a.pkl : hs/[P] -> N L S D", "S.mask": "a.pkl : m -> N S"}
+    layout |= {} if stated is None else {"prompt_length": "a.pkl : n -> N"}
+
+    assert lengths_of(convert(tmp_path, layout)) == [2, 3]
+
+
+# Each batch: the tokens of its rows, their width, and the length of its prompts; the lengths of the tokens of prompts.
+BATCHES = {
+    "two widths": ([((5, 7), 7, 4), ((6, 8), 8, 5)], [2, 4, 3, 5]),
+    "one width": ([((6, 8), 8, 4), ((6, 8), 8, 5)], [2, 4, 3, 5]),
+    "a batch without padding": ([((7, 7), 7, 4), ((6, 8), 8, 5)], [4, 4, 3, 5]),
+    "all rows are padded": ([((5, 6), 7, 4), ((6, 7), 8, 5)], [2, 3, 3, 4]),
+    "one row each": ([((5,), 7, 4), ((8,), 8, 5)], [2, 5]),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+@pytest.mark.parametrize("counted", [None, "tokens", "columns"])
+def test_rule_17_prompt_lengths_of_several_batches(tmp_path, case, counted):
+    """[the columns of the prompts of each batch as tokens]"""
+    batches, columns = BATCHES[case]
+    rows = []
+    for counts, size, length in batches:
+        for n in counts:
+            mask = (np.arange(size) >= size - n).astype(int)
+            hidden = states(2, size, 8, seed=len(rows)) * mask[:, None]
+            rows.append({"id": f"q{len(rows)}", "hs": hidden, "m": mask, "n": length})
+    dump(tmp_path / "in/a.pkl", rows)
+    layout = ROWS | {"S.mask": "a.pkl : []/m -> S", "prompt_length": "a.pkl : []/n"}
+    layout |= {} if counted is None else {"S.prompt": counted}
+    if counted is None:
+        refuse(tmp_path, layout, "prompt_length: found [45] also where [12] tokens of padding are before the prompt")
+        return
+
+    stated = [length for counts, _, length in batches for _ in counts]
+    assert lengths_of(convert(tmp_path, layout)) == (columns if counted == "columns" else stated)
 
 
 # Chunks

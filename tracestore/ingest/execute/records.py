@@ -104,9 +104,6 @@ class RecordMaker:
             # Another program fills all layers alike: the first and the last are compared; two tokens may agree by chance.
             for layer in (first, *(layer[:1] for layer in others[-1:] if record.num_tokens > 2)):
                 check_attention_values(layer)
-        length, most = record.prompt_length or 0, record.num_tokens + 1  # the last token may have no states
-        if not is_last and length > most:
-            raise InvalidInputError(f"found {length}, more than {most - 1} tokens", field="prompt_length")
         if self.settings.get("D.size") not in (None, record.hidden_dim):
             raise InvalidInputError(f"found D {record.hidden_dim}, expected {self.settings['D.size']}", field="D.size")
         return record
@@ -295,7 +292,9 @@ class TraceBuilder:
             attention = attention and [layer[:, begin:end, begin:end] for layer in attention]
         if is_needed:
             values["attentions"] = attention
-        values["prompt_length"] = self.padding.prompt_of(values.get("prompt_length"), span)
+        if (prompt := values.get("prompt_length")) is not None:
+            is_stated = trace.prompt_length is not None
+            values["prompt_length"] = self.padding.prompt_of(prompt, span, num_states, is_stated=is_stated)
         self._check_prompt(trace, values, self.plan.layout.states, trace.num_first, begin)
         if tokens is not None:
             self._check_prompt(trace, values, "tokens", num_prompt_ids, 0 if padded is None else begin)
@@ -319,7 +318,7 @@ class TraceBuilder:
         self, trace: TraceCells, values: Mapping[str, Any], name: str, num_first: int, num_padding: int
     ) -> None:
         """Refuse another length of the prompt than the first of two parts of a field has, without its padding."""
-        length = trace.prompt_length if self.plan.is_of_answer else values["prompt_length"]
+        length = trace.prompt_length if self.plan.is_of_answer else values.get("prompt_length")
         expected = num_first - (0 if self.plan.is_of_answer else num_padding)
         if num_first and length not in (None, expected):
             found = f"found {length}, expected {expected} as in the first part of {name}"

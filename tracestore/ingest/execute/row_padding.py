@@ -46,8 +46,8 @@ class Padding:
         self._spans: set[tuple[int, int]] = set()  # how many tokens were left out before and behind those of rows
         self._doubled: dict[bool, int] = {}  # whether rows begin with one id twice, and that id or the first one
         self._doubled_end: int | None = None
-        self._prompts: set[int | None] = set()  # lengths of prompts
-        self._max_begin = 0  # tokens of padding before a prompt
+        # By the tokens of rows and the stated lengths of their prompts: the tokens of padding before them.
+        self._prompts: dict[tuple[int, int], set[int]] = {}
 
     def span(
         self, trace: TraceCells, layers: Layers, tokens: np.ndarray | None, length: int | None, sizes: list[int]
@@ -139,20 +139,19 @@ class Padding:
                 found += f". Inverted? {self._other_mask}" * is_inverted
                 raise InvalidInputError(f"the tokens that it leaves out have several ids: {found}", field=name)
 
-    def prompt_of(self, length: int | None, span: Span) -> int | None:
-        """Return the number of tokens of a prompt without padding; `length` is that of its field, or of the first pass."""
+    def prompt_of(self, length: int, span: Span, num_states: int, *, is_stated: bool) -> int:
+        """Return the tokens of a prompt without padding; a length that is not stated is the columns of passes or parts."""
         begin, end = span
-        if length is not None and not any(place.name == "prompt_length" for place in self._plan.others):
-            length = max(length - begin, 0)
-        elif length is not None and begin and self._plan.layout.settings.get("S.prompt") == "columns":
+        if not is_stated:
+            return max(length - begin, 0)
+        if begin and self._plan.layout.settings.get("S.prompt") == "columns":
             if not begin <= length <= end + 1:
                 raise InvalidInputError(
                     f"found {length} columns, expected {begin} to {end + 1}, where the tokens of the trace are",
                     field="prompt_length",
                 )
             length -= begin
-        self._prompts.add(length)
-        self._max_begin = max(self._max_begin, begin)
+        self._prompts.setdefault((num_states, length), set()).add(begin)
         return length
 
     def _add_row(self, ids: np.ndarray, span: Span, *, is_stated: bool, is_end_known: bool) -> None:
@@ -260,13 +259,17 @@ class Padding:
         )
 
     def _check_prompts(self) -> None:
-        """Refuse one length of several prompts, of which some are padded in front."""
-        names = {place.name for place in self._plan.others}
-        (length,) = self._prompts if len(self._prompts) == 1 else (None,)
-        is_open = "prompt_length" in names and "S.prompt" not in self._plan.layout.settings
-        if is_open and length is not None and 0 < self._max_begin < length:
+        """Refuse stated lengths of prompts that may be columns: batches have one each, and rows that begin with tokens.
+
+        Lengths that differ in rows of equal width are tokens, unless each of them is also that of a row without padding.
+        """
+        has_one_each = len({width for width, _ in self._prompts}) == len(self._prompts)
+        may_be_columns = has_one_each or all(0 in begins for begins in self._prompts.values())
+        may_be_columns &= all(max(begins) < length for (_, length), begins in self._prompts.items())
+        padded = next(((length, max(begins)) for (_, length), begins in self._prompts.items() if max(begins)), None)
+        if padded and may_be_columns and "S.prompt" not in self._plan.layout.settings:
             raise InvalidInputError(
-                f"found {length} in every row, also where {self._max_begin} tokens of padding are before the prompt: "
+                f"found {padded[0]} also where {padded[1]} tokens of padding are before the prompt: "
                 'S.prompt = "columns" says that it counts them, "tokens" that it does not',
                 field="prompt_length",
             )

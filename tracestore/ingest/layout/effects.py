@@ -82,6 +82,10 @@ def _has(plan: Plan, *names: str) -> bool:
     return any(place.name in names for place in plan.others)
 
 
+def _gives(plan: Plan, name: str) -> bool:
+    return name in plan.layout.templates or _has(plan, name)
+
+
 def _has_numbers(plan: Plan, name: str) -> bool:
     return name == plan.layout.states or (name == "attentions" and _has(plan, name))
 
@@ -110,7 +114,7 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
         "an axis S of the states that may be padded",
         lambda plan, _: _states(plan, "S") and not _is_flat(plan),
     ),
-    "S.prompt": ("a line for prompt_length", lambda plan, _: _has(plan, "prompt_length")),
+    "S.prompt": ("a line for prompt_length", lambda plan, _: _gives(plan, "prompt_length")),
     "sample": (
         "a line for question_id",
         lambda plan, _: "sample" not in plan.layout.settings or _has(plan, "question_id"),
@@ -119,8 +123,7 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
     "share": (
         "a line for the field, and names that the states bind",
         lambda plan, name: (
-            (name in plan.layout.templates or _has(plan, name))
-            and {"sample", *plan.names}.issuperset(map(str, plan.layout.settings[f"share.{name}"]))
+            _gives(plan, name) and {"sample", *plan.names}.issuperset(map(str, plan.layout.settings[f"share.{name}"]))
         ),
     ),
     "keep": (
