@@ -402,6 +402,35 @@ def test_impossible_values_are_refused(tmp_path, changes):
     assert name in text or (name == "layer_ids" and "L.ids" in text)
 
 
+LEFT, BOTH = [0, 0, 1, 1, 1], [0, 1, 1, 1, 0]
+# Positions that count the padding, which is removed: what is stored, None where it is refused.
+POSITIONS = [
+    *((LEFT, "prompt_length", at, found) for at, found in enumerate([0, None, 0, 1, 2, 3, None])),
+    *((BOTH, "prompt_length", at, found) for at, found in enumerate([0, 0, 1, 2, 3, None])),
+    *((mask, "prompt_length", -7, None) for mask in (LEFT, BOTH)),
+    *((LEFT, "answer_span", at, None) for at in ((0, 2), (1, 4), (0, 0), (1, -1), (-1, 1), (0, 5))),
+    (LEFT, "answer_span", (2, 5), (0, 3)),
+    (LEFT, "answer_span", (3, -1), (1, -1)),
+    (LEFT, "answer_span", (-1, 4), (-1, 2)),
+    (BOTH, "answer_span", (2, 5), (1, 3)),
+    (BOTH, "answer_span", (5, 5), None),
+    (BOTH, "answer_span", (0, 3), None),
+]
+
+
+@pytest.mark.parametrize(("mask", "name", "value", "expected"), POSITIONS, ids=str)
+def test_positions_in_front_of_the_first_token_are_refused(tmp_path, mask, name, value, expected):
+    """[tokens as columns of padded ids]"""
+    trace = {"hidden_states": list(states()), "attentions": list(ATTENTION), "question_id": "q0"}
+    trace |= {"tokens": list(range(5)), "attention_mask": mask, name: value}
+    if expected is None:
+        with pytest.raises(InvalidInputError, match=f"{name}: found"):
+            appended(tmp_path / "s.zarr", trace)
+        return
+    found, _ = appended(tmp_path / "s.zarr", trace)
+    assert getattr(found, name) == expected and found.num_tokens == 3
+
+
 @pytest.mark.parametrize("value", [float("inf"), "inf", "-Infinity", "1e999", "high", "0.5.1", [0.5]], ids=str)
 def test_a_score_of_a_layout_is_finite(tmp_path, value):
     write_pickle(tmp_path / "t.pkl", [{"hidden_states": states(), "question_id": "q0", "judge": value}])

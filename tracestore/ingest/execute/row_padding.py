@@ -46,8 +46,7 @@ class Padding:
         self._spans: set[tuple[int, int]] = set()  # how many tokens were left out before and behind those of rows
         self._doubled: dict[bool, int] = {}  # whether rows begin with one id twice, and that id or the first one
         self._doubled_end: int | None = None
-        # By the tokens of rows and the stated lengths of their prompts: the tokens of padding before them.
-        self._prompts: dict[tuple[int, int], set[int]] = {}
+        self._prompts: dict[tuple[int, int], set[int]] = {}  # by width and stated length: the padding in front
 
     def span(
         self, trace: TraceCells, layers: Layers, tokens: np.ndarray | None, length: int | None, sizes: list[int]
@@ -259,10 +258,8 @@ class Padding:
         )
 
     def _check_prompts(self) -> None:
-        """Refuse stated lengths of prompts that may be columns: batches have one each, and rows that begin with tokens.
-
-        Lengths that differ in rows of equal width are tokens, unless each of them is also that of a row without padding.
-        """
+        """Refuse stated lengths of prompts, of which some are padded in front, that may be the columns of batches."""
+        # Lengths that differ in rows of one width are tokens, unless each of them is also that of a row without padding.
         has_one_each = len({width for width, _ in self._prompts}) == len(self._prompts)
         may_be_columns = has_one_each or all(0 in begins for begins in self._prompts.values())
         may_be_columns &= all(max(begins) < length for (_, length), begins in self._prompts.items())

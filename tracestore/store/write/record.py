@@ -103,10 +103,7 @@ class TraceRecord:
     @property
     def num_layers(self) -> int:
         """Number of layers, L."""
-        if self.hidden is not None:
-            return len(self.hidden)
-        assert self.last_token is not None
-        return len(self.last_token)
+        return len(self.hidden if self.hidden is not None else self.last_token)  # type: ignore[arg-type]
 
     @property
     def hidden_dim(self) -> int:
@@ -366,14 +363,22 @@ def _crop(record: TraceRecord, begin: int, end: int) -> None:
         record.tokens = record.tokens[begin:end]
     if record.tokens_decoded is not None:
         record.tokens_decoded = list(record.tokens_decoded)[begin:end]
-    for name in schema.TOKEN_FIELDS:
-        if name in record.optional:
-            record.optional[name] = np.ascontiguousarray(record.optional[name][begin:end])
-    if record.prompt_length is not None:
-        record.prompt_length = max(0, record.prompt_length - begin)
+    for name in schema.TOKEN_FIELDS.keys() & record.optional.keys():
+        record.optional[name] = np.ascontiguousarray(record.optional[name][begin:end])
+    if record.prompt_length:  # 0 is no prompt
+        record.prompt_length = _moved("prompt_length", record.prompt_length, begin, end)
     if "answer_span" in record.optional:
-        first, after = (at if at < 0 else min(max(at - begin, 0), end - begin) for at in record.optional["answer_span"])
-        record.optional["answer_span"] = (first, after)
+        first, after = record.optional["answer_span"]
+        # The answer may end in padding behind the tokens; -1 is unknown.
+        span = (at if at < 0 else _moved("answer_span", at, begin, end) for at in (first, min(after, end)))
+        record.optional["answer_span"] = tuple(span)
+
+
+def _moved(name: str, position: int, begin: int, end: int) -> int:
+    """Return a position of the tokens from `begin` to `end`."""
+    if not begin <= position <= end:
+        raise field_error(name, str(position), f"{begin} to {end}, where the tokens without padding are")
+    return position - begin
 
 
 def read_record(segment: SegmentReader, row: int) -> TraceRecord:
