@@ -247,6 +247,64 @@ def test_values_of_the_answer_lie_behind_the_prompt(tmp_path, prompt, field, val
     assert trace.prompt_length == prompt
 
 
+OF_ANSWER = [
+    ("token_logprob", -0.5, np.nan),
+    ("token_entropy", 0.5, np.nan),
+    ("token_label", 1, -1),
+    ("generated_mask", 1, 0),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "unknown"), OF_ANSWER)
+@pytest.mark.parametrize("has_samples", [True, False])
+def test_values_of_the_answer_lie_behind_the_first_of_two_parts(tmp_path, field, value, unknown, has_samples):
+    """The two parts give the length of the prompt, also of one that several answers have."""
+    name = "{id}_{sample}" if has_samples else "{id}"
+    sizes = {("q0", 0): 3, ("q1", 0): 2} | ({("q0", 1): 4} if has_samples else {})
+    for (qid, sample), size in sizes.items():
+        own = f"{qid}_{sample}" if has_samples else qid
+        save(tmp_path / f"in/p/{qid}.npy", states(2, int(qid[1]) * 3, 8))
+        save(tmp_path / f"in/a/{own}.npy", states(2, size, 8, seed=size))
+        save(tmp_path / f"in/v/{own}.npy", np.full(size, value))
+    layout = {"hidden_states": ["p/{id}.npy -> L S D", f"a/{name}.npy -> L S D"], field: f"v/{name}.npy -> G"}
+
+    traces = convert(tmp_path, layout)
+
+    assert traces.keys() == sizes.keys()
+    for key, size in sizes.items():
+        prompt = int(key[0][1]) * 3
+        expected = [unknown] * prompt + [value] * size
+        assert np.array_equal(getattr(traces[key], field), expected, equal_nan=True)
+        assert traces[key].prompt_length == prompt
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+@pytest.mark.parametrize("axes", ["G", "S"])
+def test_values_of_the_answer_lie_behind_the_first_pass(tmp_path, is_padded, axes):
+    mask = np.array([[not is_padded, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).astype(int)
+    passes = [states(2, 2, size, 8, seed=k) for k, size in enumerate((3, 1, 1))]
+    passes[0][0, :, : is_padded * 1] = 0
+    values = np.array([[-1, -2], [-3, -4]], "f4")
+    if axes == "S":
+        values = np.concatenate([np.full((2, 3), np.nan, "f4"), values], axis=1)
+    dump(tmp_path / "in/a.pkl", {"hs": passes, "m": mask, "p": values})
+    layout = {"hidden_states": "a.pkl : hs/[P] -> N L S D", "S.mask": "a.pkl : m -> N S"}
+
+    found = list(convert(tmp_path, layout | {"token_logprob": f"a.pkl : p -> N {axes}"}).values())
+
+    assert [trace.prompt_length for trace in found] == [3 - is_padded, 3]
+    for trace, own in zip(found, [[-1, -2], [-3, -4]], strict=True):
+        assert np.array_equal(trace.token_logprob, [np.nan] * trace.prompt_length + own, equal_nan=True)
+
+
+def test_values_of_the_answer_behind_passes_that_show_no_prompt(tmp_path):
+    passes = [states(1, 2, size, 8, seed=k) for k, size in enumerate((3, 2, 1))]
+    dump(tmp_path / "in/a.pkl", {"hs": passes, "p": np.array([[-1.0, -2.0, -3.0]])})
+    layout = {"hidden_states": "a.pkl : hs/[P] -> N L S D", "P.new": True, "token_logprob": "a.pkl : p -> N G"}
+
+    refuse(tmp_path, layout, "prompt_length: found None, expected where the axis G begins")
+
+
 @pytest.mark.parametrize("field", ["tokens", "tokens_decoded", "S.mask"])
 def test_a_field_without_a_value_for_unknown(tmp_path, field):
     one(tmp_path, 5, values=["a", "b", "c"] if field == "tokens_decoded" else [1, 1, 1], n=2)

@@ -271,7 +271,7 @@ class TraceBuilder:
         layers = values["hidden_states"]
         num_states, has_passes = len(layers[0]), len(sizes) > 1 and len(trace.cells) == 1
         length = None if "NS" in trace.fixed else self._length(trace)
-        trace.prompt_length = values.get("prompt_length")
+        stated = trace.prompt_length = values.get("prompt_length")
         tokens = read_tokens(trace, num_states, length, has_passes=has_passes)
         num_prompt_ids = trace.num_first_values
         is_needed = self._maker.need_attention is not False
@@ -293,8 +293,8 @@ class TraceBuilder:
         if is_needed:
             values["attentions"] = attention
         if (prompt := values.get("prompt_length")) is not None:
-            is_stated = trace.prompt_length is not None
-            values["prompt_length"] = self.padding.prompt_of(prompt, span, num_states, is_stated=is_stated)
+            prompt = self.padding.prompt_of(prompt, span, num_states, is_stated=stated is not None)
+            values["prompt_length"] = prompt
         self._check_prompt(trace, values, self.plan.layout.states, trace.num_first, begin)
         if tokens is not None:
             self._check_prompt(trace, values, "tokens", num_prompt_ids, 0 if padded is None else begin)
@@ -349,4 +349,4 @@ class TraceBuilder:
                 )
             trace.num_first = sizes[0] if sizes[0] > 1 and all(size == 1 for size in sizes[1:]) else 0
         if stated is None and len(sizes) > 1 and (trace.num_first or len(trace.cells) > 1):
-            values["prompt_length"] = trace.num_first
+            values["prompt_length"] = trace.prompt_length = trace.num_first
