@@ -87,7 +87,7 @@ BEHAVIORS = {
     "reads its input": ("def fit(self, *a): return super().fit(*a) if sys.stdin.read() == '' else None", None),
     "closes every file": ("def fit(self, *_): os.closerange(0, 256); os._exit(0)", "exit code 0 and without a result"),
     "has no fields": ("fields = 7", "TypeError: 'int' object is not iterable"),
-    "has another kind": ("kind = 'magic'", "its attributes are not those of"),
+    "has another kind": ("kind = 'magic'", "kind: found 'magic', expected one of"),
     "has an unknown field": ("fields = ('nowhere',)", "found field 'nowhere'"),
     "is no detector": ("\nBad = np.float64", "is a float64, expected a tracestore"),
 }  # fmt: skip
