@@ -134,6 +134,56 @@ def test_a_conversion_counts_traces_without_a_row(tmp_path):
     assert values(tmp_path / "s.zarr") == [1, 0, 0, 0]
 
 
+@pytest.mark.parametrize("way", ["convert", "tasks", "file by file", "score", "stated"])
+@pytest.mark.parametrize("numbers", [(0, 1, 9), (1, 2), (0, 2), (3,), (5, 0)])
+def test_a_changed_score_is_of_every_sample_whatever_their_numbers(tmp_path, numbers, way):
+    """Samples that are converted later, greedy answers that are sample 9, and samples that were removed leave gaps."""
+    folder, store, flags = tmp_path / "in", tmp_path / "s.zarr", ["--workers", 2] if way == "tasks" else []
+    table = folder / "scores.csv" if way == "convert" else tmp_path / "scores.csv"
+    if way == "stated":
+        flags = ["--field", "hidden_states = {id}_{sample}.npy -> L S D"]
+
+    def write(judged):
+        """Write scores with groups, also of a question without a trace; convert or score, return the report."""
+        table.write_text("\n".join(["question_id,score,group", *(f"q{k},{v},g{v}" for k, v in enumerate(judged))]))
+        if way == "score":
+            return json.loads(command("score", store, "--scores", table, "--json", check=0).stdout)
+        return json.loads(convert(folder, store, "--scores", table, *flags, "--json").stdout)
+
+    for k, trace in enumerate(make_traces(2 * len(numbers))):
+        key = {"question_id": f"q{k % 2}", "sample": numbers[k // 2]}
+        if way == "stated":
+            folder.mkdir(exist_ok=True)
+            np.save(folder / f"{key['question_id']}_{key['sample']}.npy", np.stack(trace["hidden_states"]))
+        else:
+            write_pickle(folder / f"{k}.pkl", [trace | key])
+        if way == "file by file":
+            write([0.25, 0.5])
+    if way == "score":
+        convert(folder, store)
+    for judged in ([0.25, 0.5], [0.75, 0], [0.75, 0, 1]):
+        assert write(judged)["num_scores_without_trace"] == len(judged) - 2
+        with tracestore.open(store) as opened:
+            found = [(t.question_id, t.score, t.group) for t in opened]
+        assert sorted(found) == [(f"q{k}", v, f"g{v}") for k, v in enumerate(judged[:2]) for _ in numbers]
+    if way != "score":
+        assert "without a row" not in convert(folder, store, "--scores", table, *flags).stdout
+
+
+@pytest.mark.parametrize("numbers", [(0, 9), (1, 2)])
+def test_ids_of_a_file_without_samples_are_those_of_traces_with_any_sample(tmp_path, numbers):
+    """A later run adds a trace without a row: the ids are known although the store has no sample 0 of them."""
+    for sample in numbers:
+        write_pickle(tmp_path / f"in/{sample}.pkl", [t | {"sample": sample} for t in make_traces(2)])
+    (tmp_path / "s.csv").write_text("question_id,score\nq0,1\nq1,0\n")
+    convert(tmp_path / "in", tmp_path / "s.zarr")
+    write_pickle(tmp_path / "in/late.pkl", [make_traces(1)[0] | {"question_id": "x"}])
+
+    convert(tmp_path / "in", tmp_path / "s.zarr", "--scores", tmp_path / "s.csv")
+
+    np.testing.assert_equal(values(tmp_path / "s.zarr"), [1, 0, 1, 0, math.nan])
+
+
 SPELLINGS = [" q0", "q0 ", "Q0", "q00", "q0.0", "ｑ0"]
 
 

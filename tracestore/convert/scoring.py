@@ -1,6 +1,5 @@
 """Scores of a conversion: from a scores file, from an export, or from the fields of the layouts."""
 
-import itertools
 import json
 import math
 from collections import Counter
@@ -16,10 +15,9 @@ from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.exports.export_manifest import ExportFacts
 from tracestore.ingest.score_files import ScoreRow, direction_of
 from tracestore.ingest.sources import SourceFile
-from tracestore.ingest.stored_values import ChangedValues, without_row_note
+from tracestore.ingest.stored_values import ChangedValues, keys_of, without_row_note
 from tracestore.store.format import schema
 from tracestore.store.format.labels import HALLUCINATION
-from tracestore.store.read.columns import Columns
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock, WrittenSegment
@@ -188,11 +186,11 @@ class Scoring:
             return
         # An earlier run may have committed traces, and refused the ids at its end.
         unscored = self._sources_have(writer)[0] & np.isnan(writer.read_columns().score(self._name))
-        keys_of_unscored = (_key_of(writer, index) for index in np.flatnonzero(unscored).tolist())
-        committed = dict.fromkeys(key for key in keys_of_unscored if self.file.row_of(*key) is None)
+        keys = keys_of(writer.index, np.flatnonzero(unscored))
+        committed = dict.fromkeys(key for key in keys if self.file.row_of(*key) is None)
         if not (missing := committed | self._without_row):
             return
-        matched = self._matched.union(key for key in self.file.rows if writer.index.find(*key) >= 0)
+        matched = self._matched.union(self.file.key_of(*key) for key in keys_of(writer.index))
         message = self.file.check_ids(matched, missing, is_whole=can_refuse)
         if message is None:
             return
@@ -205,40 +203,25 @@ class Scoring:
         self._described.fill(writer, self._on_conflict)
         if self.file is None:
             return
-        values = ChangedValues(writer, self._on_conflict)
-        has_groups, with_row = self.file.has_groups, set[int]()
-        for index, row, is_own in self._rows_of_traces(writer, self.file, values.columns):
-            # Inside of built-in layouts, only the label of the file is one.
-            label = row.label if row.label == row.label or (is_own and self._described.is_builtin) else None
-            score = {} if row is _NO_ROW else {self._name: row.score}
-            values.set(index, score, label, row.group if row.group or (has_groups and row is not _NO_ROW) else None)
-            if row is not _NO_ROW:
-                with_row.add(index)
+        values, num_kept = ChangedValues(writer, self._on_conflict), 0
+        is_own, is_exported = self._sources_have(writer)
+        is_scored = ~np.isnan(values.columns.score(self._name))
+        # Inside of built-in layouts, only the label of the file is one.
+        is_label_lost = is_own & ~np.isnan(values.columns.labels) & self._described.is_builtin
+        for index, key in enumerate(keys_of(writer.index)):
+            row, label = self.file.row_of(*key), math.nan if is_label_lost[index] else None
+            if row is None:
+                num_kept += int(is_own[index] and is_scored[index])
+                if label is not None:
+                    values.set(index, {}, label, None)
+            elif not (is_exported[index] and is_scored[index]):  # the scores of exports count
+                label = label if math.isnan(row.label) else row.label
+                values.set(index, {self._name: row.score}, label, row.group if self.file.has_groups else None)
         values.check_questions(self.file)
         values.commit()
-        has_score = self._sources_have(writer)[0] & ~np.isnan(values.columns.score(self._name))
-        num_kept = len(set(np.flatnonzero(has_score).tolist()) - with_row)
         name = escape_unprintable(self.file.path.name, 60)
         self._changes = [f"{name}: {line}" for line in values.lines()]
         self._changes += without_row_note(num_kept, name, self._name)
-
-    def _rows_of_traces(
-        self, writer: StoreWriter, file: "Scores", columns: Columns
-    ) -> Iterator[tuple[int, ScoreRow, bool]]:
-        """Yield index and row of traces that lack a score, have a label or a row, and whether a source of now has them.
-
-        The scores of exports count, unless the user names the file.
-        """
-        is_own, is_exported = self._sources_have(writer)
-        without = np.isnan(columns.score(self._name)) | (is_own & ~np.isnan(columns.labels))
-        for index in np.flatnonzero(without).tolist():
-            yield index, file.row_of(*_key_of(writer, index)) or _NO_ROW, bool(is_own[index])
-        for question_id, first in file.rows:
-            for sample in itertools.count(first) if not file.has_samples else (first,):
-                if (index := writer.index.find(question_id, sample)) < 0:
-                    break
-                if not without[index] and not is_exported[index]:
-                    yield index, file.row_of(question_id, sample) or _NO_ROW, bool(is_own[index])
 
     def _sources_have(self, writer: StoreWriter) -> tuple[np.ndarray, np.ndarray]:
         """Return for each committed trace whether a source of now has it, without and with values of an export."""
@@ -253,7 +236,9 @@ class Scoring:
 
     def num_without_trace(self, writer: StoreWriter) -> int:
         """Return how many scores of the file belong to no trace."""
-        return 0 if self.file is None else sum(writer.index.find(q, s) < 0 for q, s in self.file.rows)
+        if self.file is None:
+            return 0
+        return len(self.file.rows.keys() - {self.file.key_of(*key) for key in keys_of(writer.index)})
 
     def lines(self) -> Iterator[str]:
         """Yield what was found inside the traces and in the scores file."""
@@ -272,10 +257,6 @@ class Scoring:
                 f"{escape_unprintable(key, 60)}: found inside {plural(count, 'trace')} without a score in {name}, not "
                 "used, because the scores file counts; add their scores to it"
             )
-
-
-def _key_of(writer: StoreWriter, index: int) -> tuple[str, int]:
-    return writer.index.question_id(index), writer.index.row(index).sample
 
 
 def _question(packed: PackedTrace) -> str | None:

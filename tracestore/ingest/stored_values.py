@@ -15,6 +15,7 @@ from tracestore.ingest.score_files import ScoreRow
 from tracestore.ingest.scores import Scores
 from tracestore.store.format.labels import CORRECT, describe, unlabeled_note
 from tracestore.store.read.columns import Columns, TraceValues
+from tracestore.store.read.index import StoreIndex
 from tracestore.store.vocabulary import JUDGMENTS
 from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.writer import StoreWriter
@@ -104,6 +105,13 @@ def stored_values(columns: Columns, index: int, scores: Iterable[str]) -> list[A
     """Return some scores, the label and the group of a committed trace."""
     found = [float(columns.score(name)[index]) for name in scores]
     return [*found, float(columns.labels[index]), columns.group(index)]
+
+
+def keys_of(index: StoreIndex, traces: np.ndarray | None = None) -> Iterator[tuple[str, int]]:
+    """Yield question id and sample of some committed traces, of all by default."""
+    samples = index.read_column("sample")
+    traces = np.arange(len(samples)) if traces is None else traces
+    return zip(index.question_ids(traces), samples[traces].tolist(), strict=True)
 
 
 def is_none(value: float | str | None) -> bool:
@@ -236,8 +244,7 @@ def _num_kept(stored: np.ndarray, rows: Mapping[int, ScoreRow], scores: Scores, 
 
 def _rows_of_traces(writer: StoreWriter, scores: Scores) -> tuple[dict[int, ScoreRow], int]:
     """Return the rows by the store indices of their traces, and the number of rows without a trace."""
-    samples = writer.index.read_column("sample")
-    keys = list(zip(writer.index.question_ids(np.arange(len(samples))), samples.tolist(), strict=True))
+    keys = list(keys_of(writer.index))
     rows = {k: row for k, key in enumerate(keys) if (row := scores.row_of(*key)) is not None}
     used = {scores.key_of(*keys[k]) for k in rows}
     missing = [key for k, key in enumerate(keys) if k not in rows]
