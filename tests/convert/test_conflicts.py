@@ -106,6 +106,65 @@ def test_a_skipped_trace_gives_no_label(tmp_path, data, workers):
         np.testing.assert_equal(tracestore.open(tmp_path / "s.zarr").labels, [np.nan, 0])
 
 
+def found_values(store):
+    """Return the first state, scores, label and group of each trace by key."""
+    return {
+        (t.question_id, t.sample): (
+            t.hidden_states[0, 0, 0],
+            t.scores,
+            None if t.label != t.label else t.label,
+            t.group,
+        )
+        for t in tracestore.open(store)
+    }
+
+
+VALUES = {
+    "built-in layout": (),
+    "stated layout": ("is_correct = *.pkl : [id=question_id]/is_correct", "group = *.pkl : [id=question_id]/group"),
+    "table": ("is_correct = t.csv : [id=id]/ok", "group = t.csv : [id=id]/group"),
+}
+VALUES = {name: [word for line in lines for word in ("--field", line)] for name, lines in VALUES.items()}
+OF_STATES = ["--field", "hidden_states = *.pkl : [id=question_id]/hidden_states -> L S D", "--attention", "none"]
+OF_STATES += ["--field", "generated_answer = *.pkl : [id=question_id]/generated_answer_clean"]
+
+
+def write_values(folder, form, value, trace=None, name="a.pkl"):
+    """Write a file of one trace, with a score and a group unless the value is None."""
+    values = {} if value is None else {"is_correct": value, "group": "gh"[value]}
+    trace = trace or make_trace(0)
+    if form != "built-in layout":
+        trace = {name: trace[name] for name in ("hidden_states", "question_id")}
+    trace["generated_answer_clean"] = "an answer"
+    if form == "stated layout":
+        trace |= {"is_correct": np.nan, "group": ""}
+    write_pickle(folder / name, [trace | (values if form != "table" else {})])
+    if form == "table":
+        ok, group = ("", "") if value is None else (value, values["group"])
+        (folder / "t.csv").write_text(f"id,ok,group\nq0,{ok},{group}\nq1,1,g\n")
+    if form == "table" and trace["question_id"] == "q0":
+        write_values(folder, form, value, make_trace(1), "z.pkl")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("together", [True, False], ids=["one run", "two runs"])
+@pytest.mark.parametrize("form", VALUES)
+@pytest.mark.parametrize("value", [None, 0])
+def test_a_skipped_trace_gives_no_value(tmp_path, data, form, together, workers, value):
+    flags = [*(OF_STATES if form != "built-in layout" else []), *VALUES[form]]
+    if together and form == "table":
+        pytest.skip("one table gives the values of both")
+    write_values(data, form, value)
+    if not together:
+        convert(data, tmp_path / "s.zarr", *flags)
+    write_values(data, form, 1, changed(make_trace(0)), "b.pkl" if together else "a.pkl")
+    for _ in range(2):
+        done = convert(data, tmp_path / "s.zarr", *flags, "--on-conflict", "keep-first", "--workers", workers)
+        stored = make_trace(0)["hidden_states"][0][0, 0], {} if value is None else {"is_correct": value}, None
+        assert found_values(tmp_path / "s.zarr")["q0", 0] == (*stored, "" if value is None else "g")
+        assert "have changed and were replaced" not in done.stdout
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("covered", [2, 1])
 def test_a_scores_file_that_is_added_later_replaces_labels_only_if_the_user_chooses(tmp_path, data, workers, covered):

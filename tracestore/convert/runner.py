@@ -498,10 +498,11 @@ class Conversion:
                 found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
             is_new = writer.append_packed(packed, scores=scores, group=group)
-            self.described.added(record, writer.index.find, is_new=is_new)
-            if known >= 0:
-                is_conflict = writer.num_source_conflicts > conflicts
-                self._check_shared(writer, record, known, added, is_conflict=is_conflict)
+            is_conflict = writer.num_source_conflicts > conflicts
+            if not is_conflict or self._options.on_conflict == "keep-last":  # else it is left out with its values
+                self.described.added(record, writer.index.find, is_new=is_new)
+                if known >= 0:
+                    self._check_shared(writer, record, known, added, is_conflict=is_conflict)
         except InvalidInputError as error:
             error.reason += _ADVICE.get(error.field or "", "")
             if not self._options.skip_bad:
