@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import command, convert, make_graphs, make_optional, make_trace, make_traces, write_pickle
+from tests.helpers import (
+    command,
+    convert,
+    make_graphs,
+    make_optional,
+    make_trace,
+    make_traces,
+    write_pickle,
+    write_scores,
+)
 from tracestore.cli import main
 from tracestore.errors import InvalidInputError
 from tracestore.store.maintain.verify import verify_store
@@ -366,3 +375,60 @@ def test_files_that_complete_each_other_are_read_again(tmp_path, data, first):
     for path in paths:
         torch.save(torch.load(path, weights_only=False) | {"labels": labels.double()}, path)
         assert "3 duplicates" in convert(data, tmp_path / "s.zarr").stdout
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("together", [True, False], ids=["one run", "two runs"])
+@pytest.mark.parametrize("form", VALUES)
+@pytest.mark.parametrize("value", [None, 1])
+def test_a_trace_that_replaces_another_one_has_its_own_values(tmp_path, data, form, together, workers, value):
+    flags = [*(OF_STATES if form != "built-in layout" else []), *VALUES[form]]
+    if together and form == "table":
+        pytest.skip("one table gives the values of both")
+    write_values(data, form, 0)
+    if not together:
+        convert(data, tmp_path / "s.zarr", *flags)
+        write_scores(tmp_path / "f1.csv", {"q0": 0.5}, column="f1")
+        command("score", tmp_path / "s.zarr", "--scores", tmp_path / "f1.csv", "--name", "f1", check=0)
+    write_values(data, form, value, changed(make_trace(0)), "b.pkl" if together else "a.pkl")
+    for _ in range(2):
+        convert(data, tmp_path / "s.zarr", *flags, "--on-conflict", "keep-last", "--workers", workers)
+        stored = changed(make_trace(0))["hidden_states"][0][0, 0], {} if value is None else {"is_correct": value}, None
+        assert found_values(tmp_path / "s.zarr")["q0", 0] == (*stored, "" if value is None else "h")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_replaced_trace_that_is_read_again_keeps_what_was_added(tmp_path, data, workers):
+    """Of two files with a trace, the second one replaces it again when all files are read."""
+    flags = ("--on-conflict", "keep-last", "--workers", workers)
+    write_pickle(data / "a.pkl", [make_trace(0) | {"label": 1}])
+    write_pickle(data / "b.pkl", [changed(make_trace(0)) | {"label": 0}])
+    convert(data, tmp_path / "s.zarr", *flags)
+    write_scores(tmp_path / "f1.csv", {"q0": 0.5}, column="f1")
+    command("score", tmp_path / "s.zarr", "--scores", tmp_path / "f1.csv", check=0)
+    expected = found_values(tmp_path / "s.zarr")
+    assert expected["q0", 0][1:] == ({"f1": 0.5}, 0, "")
+    write_pickle(data / "a.pkl", [make_trace(0) | {"label": 1}, make_trace(1)])
+    convert(data, tmp_path / "s.zarr", *flags)
+    assert len(found := found_values(tmp_path / "s.zarr")) == 2 and found["q0", 0] == expected["q0", 0]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("change", [{}, {"is_correct": None}, {"is_correct": np.nan}, {"group": None}, {"group": ""}])
+def test_a_value_that_a_file_of_a_built_in_layout_loses_is_a_conflict(tmp_path, data, change, workers):
+    store, values = tmp_path / "s.zarr", {"is_correct": 1, "group": "g", "label": 0}
+    write_pickle(data / "a.pkl", [make_trace(0) | values, make_trace(1)])
+    convert(data, store)
+    before = found_values(store)
+    lost = change.keys() or {"is_correct", "group"}
+    now = {name: value for name, value in values.items() if name not in lost} | change
+    write_pickle(data / "a.pkl", [make_trace(0) | now, make_trace(1)])
+    assert "no longer have" in convert(data, store, "--workers", workers, check=3).stderr
+    assert found_values(store) == before
+    done = convert(data, store, "--workers", workers, "--on-conflict", "keep-first")
+    assert "that the sources no longer have: it stays" in done.stdout and found_values(store) == before
+    done = convert(data, store, "--workers", workers, "--on-conflict", "keep-last")
+    assert "a value of 1 trace was removed" in done.stdout
+    (state, scores, label, group) = before["q0", 0]
+    kept = {} if "is_correct" in lost else scores
+    assert found_values(store)["q0", 0] == (state, kept, label, "" if "group" in lost else group)

@@ -75,12 +75,8 @@ class DescribedRun:
         own = [part for part in parts if part.kept_text is not None]
         self.judgments = [name for name in JUDGMENTS if any(name in part.directions for part in own)]
         self._counts_new = is_builtin and not own
-        # What the sources state of each trace, or else it has none: of stated layouts, not of keys that some files have.
-        names = [
-            {*part.directions, *({"group"} & part.layout.addresses.keys())} for part in own if part.layout is not None
-        ]
-        is_stated = len(own) == sum(part.layout is not None or bool(part.others) for part in parts)
-        self._stated = set.intersection(*names) if names and is_stated else set()
+        self._stated: frozenset[str] = frozenset()  # what each trace of the open source has, or else it has none
+        self._without_group: set[tuple[str, int]] = set()
         self._deferred_scores = frozenset(name for part in parts for name in part.deferred_scores)
         self.keeps_copies = any(part.keeps_copies for part in parts)
         self._labels: dict[tuple[str, int], dict[str, float]] = {}  # of the traces so far
@@ -129,6 +125,18 @@ class DescribedRun:
         for part in self.parts:
             if part.execution is not None and (record := part.execution.look_back(unread)) is not None:
                 self.check_layers(record)
+
+    def begin_source(self, source: SourceFile, writer: StoreWriter) -> None:
+        """Begin a source. A score of a built-in layout that another command has defined is not of its files."""
+        described, defined = source.described, writer.attributes.scores
+        self._stated = frozenset() if described is None else described.stated
+        if described is not None and described.is_builtin:
+            known = {
+                name
+                for name in self._stated
+                if (field := defined.get(score_of(name))) and field.source == _origin(name)
+            }
+            self._stated &= {*known, "group"}
 
     def lacks_lines(self) -> bool:
         """Return whether the sources that were read have nothing for a line or an entry, which others may have."""
@@ -195,7 +203,7 @@ class DescribedRun:
         for label, count in labels.items():
             self._counts[_LABEL][_kind_of(label)] += count
 
-    def added(self, record: TraceRecord, find: Find, *, is_new: bool) -> None:
+    def added(self, record: TraceRecord, find: Find, *, is_new: bool, is_replaced: bool = False) -> None:
         """Keep the labels of a stored trace that a table gives, or that replace those of the same trace.
 
         Parameters
@@ -205,6 +213,8 @@ class DescribedRun:
             Return the position of an id and sample in the store, or -1.
         is_new : bool
             False for a copy.
+        is_replaced : bool
+            Whether it is stored instead of another trace, with other content.
 
         Raises
         ------
@@ -220,7 +230,9 @@ class DescribedRun:
         found = {**record.scores, **own, **deferred}
         for name, value in found.items():
             self._counts[name][_kind_of(value)] += is_counted
-        missing = dict.fromkeys({score_of(name) for name in self._stated - {"group"}} - found.keys(), math.nan)
+        if is_replaced:
+            self._labels[key] = {}
+            self._groups.pop(key, None)
         if self.is_builtin:  # the writer decides between labels inside of its traces (--on-conflict)
             found = {**record.scores, **deferred}
         if record.group and self._groups.setdefault(key, record.group) != record.group:
@@ -237,7 +249,10 @@ class DescribedRun:
         if found:
             self._labels[key] = found
         if deferred or is_known:
-            self._deferred[key] = missing | found
+            names = {score_of(name) for name in self._stated - {"group"}}
+            self._deferred[key] = dict.fromkeys(names, math.nan) | found
+            if "group" in self._stated:
+                self._without_group.add(key)
 
     def _add_states(self, packed: PackedTrace) -> None:
         """Rule 10b: refuse the states of another id, of which one is marked as a copy of the other; count other copies."""
@@ -281,7 +296,7 @@ class DescribedRun:
     def _define(self, writer: StoreWriter, name: str) -> None:
         direction, stored = self._directions[name], writer.attributes.scores.get(score_of(name))
         if name != _LABEL and (stored is None or stored.direction != direction):
-            writer.define_score(score_of(name), ScoreField(direction, f"{name} of the layout"[:1024]))
+            writer.define_score(score_of(name), ScoreField(direction, _origin(name)))
 
     def commit(self, writer: StoreWriter) -> None:
         """Commit the sources so far; they are open if labels of theirs are stored at the end."""
@@ -324,7 +339,7 @@ class DescribedRun:
 
     def _values(self, key: tuple[str, int]) -> tuple[dict[str, float], float | None, str | None]:
         """Return the scores, the label and the group that fill() gives a committed trace."""
-        found, no_group = self._deferred.get(key, {}), "" if "group" in self._stated else None
+        found, no_group = self._deferred.get(key, {}), "" if key in self._without_group else None
         scores = {name: value for name, value in found.items() if name != _LABEL}
         return scores, found.get(_LABEL), None if self.score_files.scores else self._groups.get(key, no_group)
 
@@ -349,6 +364,11 @@ class DescribedRun:
         if self.num_equal:
             yield f"{plural(self.num_equal, 'trace')} with the hidden states of another id"
         yield from self._changes
+
+
+def _origin(name: str) -> str:
+    """Return where the values of a score come from, as the store keeps it."""
+    return f"{name} of the layout"[:1024]
 
 
 def _kind_of(value: float) -> str:

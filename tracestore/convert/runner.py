@@ -445,6 +445,7 @@ class Conversion:
             if record is not None:
                 self.described.check_layers(record)
             self.scoring.begin_source(stream.source)
+            self.described.begin_source(stream.source, writer)
             self._shared.begin_source(name)
             writer.begin_source(name, size, digest, provenance)
             try:
@@ -500,7 +501,8 @@ class Conversion:
             is_new = writer.append_packed(packed, scores=scores, group=group)
             is_conflict = writer.num_source_conflicts > conflicts
             if not is_conflict or self._options.on_conflict == "keep-last":  # else it is left out with its values
-                self.described.added(record, writer.index.find, is_new=is_new)
+                is_replaced = is_new and is_conflict
+                self.described.added(record, writer.index.find, is_new=is_new, is_replaced=is_replaced)
                 if known >= 0:
                     self._check_shared(writer, record, known, added, is_conflict=is_conflict)
         except InvalidInputError as error:

@@ -59,10 +59,12 @@ class SharedTraces:
         Raises
         ------
         UnreadSourceError
-            If a source that is not read may have the trace, too; with `is_last` one behind the open source.
+            If a source that is not read may have the trace, too; with `is_last` one behind the open source, unless that
+            had another content, which may have replaced the one that it has now.
         """
-        owner = self._writer.source_of(index)
-        if max(self._last_sharing, self._unread.get(owner, -1)) > (self._order[self._source] if is_last else -1):
+        owner, had_other = self._writer.source_of(index), is_changed and self._writer.has_source_named(self._source)
+        first = self._order[self._source] if is_last and not had_other else -1
+        if max(self._last_sharing, self._unread.get(owner, -1)) > first:
             raise UnreadSourceError
         if is_changed:
             self._outdated |= self._absent if owner in self._order else {owner, *self._absent}

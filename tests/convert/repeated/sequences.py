@@ -20,24 +20,26 @@ from tracestore.convert.runner import Conversion
 
 _CHANGED = ("different content", "no longer have", "as stored for this key")  # refused without --on-conflict
 _VALUES = ("label", "group", "f1")
+_KEYS = {"is_correct": "label", "group": "group", "score": "f1"}
 
 
 class Folder:
     """A folder of files with one to three traces, each a dict of an id, the number of its content, and values.
 
-    The form is "npz" (one trace, by stated lines), "table" (their values in labels.csv) or "pkl" (a built-in layout).
+    The form is "npz" (one trace, by stated lines), "table" (their values in labels.csv), or "pkl" or "keys" (a built-in
+    layout, with the key `label` or with keys of all values).
     """
 
     def __init__(self, rng, root):
         self.rng, self.root = rng, root
-        self.form = rng.choice(["npz", "npz", "table", "pkl"])
+        self.form = rng.choice(["npz", "npz", "table", "pkl", "keys", "keys"])
         self.files = {}  # traces by the name of the file
         self.states = []  # all that files had at some time
         self.ids = 0
         root.mkdir(parents=True)
 
     def lines(self):
-        if self.form == "pkl":
+        if self.form in ("pkl", "keys"):
             return []
         is_table = self.form == "table"
         place = "labels.csv : [id=qid]/" if is_table else "{file}.npz : "
@@ -69,14 +71,14 @@ class Folder:
         k = rng.randrange(len(self.files[name])) if names else 0
         new = f"f{rng.randrange(30):02}"
         if op == "add":
-            self.files[new] = [self.trace() for _ in range(rng.randint(1, 3) if self.form == "pkl" else 1)]
+            self.files[new] = [self.trace() for _ in range(rng.randint(1, 3) if self.form in ("pkl", "keys") else 1)]
         elif op in ("label", "group", "f1", "content"):
             traces = [dict(t) for t in self.files[name]]
             traces[k][op] = self.trace("")[op]
             self.files[name] = traces
         elif op == "empty":
             traces = [dict(t) for t in self.files[name]]
-            traces[k][rng.choice(_VALUES)] = None
+            traces[k][rng.choice(_VALUES[self.form == "pkl" :])] = None  # a missing `label` counts as unchanged
             self.files[name] = traces
         elif op == "copy":
             copy = dict(self.files[name][k])
@@ -117,12 +119,13 @@ class Folder:
         shutil.rmtree(self.root)
         self.root.mkdir()
         for name, traces in self.files.items():
-            if self.form == "pkl":
+            if self.form in ("pkl", "keys"):
+                names = {"label": "label"} if self.form == "pkl" else _KEYS
                 rows = []
                 for t in traces:
                     row = make_trace(0, tokens=5, dim=16) | {"question_id": t["id"]}
                     row["hidden_states"] = list(self.arrays(t))
-                    row |= {} if t["label"] is None else {"label": t["label"]}
+                    row |= {key: t[name] for key, name in names.items() if t[name] is not None}
                     rows.append(row)
                 write_pickle(self.root / f"{name}.pkl", rows)
                 continue
@@ -158,7 +161,8 @@ def run(seed, root):
     rng = random.Random(seed)
     folder, store, fresh = Folder(rng, root / "data"), root / "s.zarr", root / "fresh.zarr"
     log, wrong = [folder.form], []
-    options = rng.choice([[], ["--on-conflict", "keep-last"], ["--on-conflict", "keep-last"]])
+    choice = rng.choice(["error", "keep-first", "keep-last", "keep-last"])
+    options = ["--on-conflict", choice]
     with mock.patch.object(cutting, "MIN_BYTES", rng.choice([1, 10**9])):
         for _ in range(rng.randint(1, 2)):
             folder.edit()
@@ -181,6 +185,8 @@ def run(seed, root):
                 wrong.append(("code", done.returncode, done.stderr))
             elif new.returncode != done.returncode and not any(text in done.stderr for text in _CHANGED):
                 wrong.append(("code of a new store", done.returncode, done.stderr, new.returncode, new.stderr))
+            elif done.returncode == new.returncode == 0 and "keep-first" in options:
+                wrong += [key for key, found in values(store).items() if not _is_whole(folder, key, found)]
             elif done.returncode == new.returncode == 0:
                 wrong += _differences(folder, values(store), values(fresh))
             if wrong:
@@ -210,11 +216,25 @@ def _differences(folder, stored, expected):
     ]
 
 
+def _is_whole(folder, key, found):
+    """Return whether each value of a stored trace is one that files had for its content."""
+    rows = [
+        t for name, traces in folder.states for t in traces if key[0] == (name if folder.form == "table" else t["id"])
+    ]
+    rows = [t for t in rows if folder.arrays(t).tobytes() == found[0]]
+    scores = dict(found[3])
+    pairs = zip(
+        _VALUES, (scores.get("is_correct", found[1]), found[2], scores.get("f1", scores.get("score"))), strict=True
+    )
+    return all(value is None or any(t[name] == value for t in rows) for name, value in pairs)
+
+
 def _is_left(own, wanted, removed):
     """Return whether each difference is a value of a removed trace."""
     pairs = zip(own[:3], wanted[:3], ("content", "label", "group"), strict=True)
     scores, expected = dict(own[3]), dict(wanted[3])
-    names = {"is_correct": "label", "f1": "f1"}
+    names = {"is_correct": "label", "f1": "f1", "score": "f1"}
+    removed = [trace for trace in removed if trace["content"] == own[0]]
     pairs = [*pairs, *((scores.get(name), expected.get(name), field) for name, field in names.items())]
     return all(old == new or any(old == trace[field] for trace in removed) for old, new, field in pairs)
 

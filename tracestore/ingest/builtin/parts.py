@@ -137,10 +137,21 @@ class Part:
         fingerprint = self.execution.fingerprint()
         what = self.execution.layout.settings.get("L.what")
         tables = self.execution if self.execution.tables else None
+        stated = frozenset({*self.directions, *({"group"} & self.execution.layout.addresses.keys())})
+        if self.builtin is not None:  # a missing `label` counts as unchanged
+            stated = frozenset() if self.has_scores_file else stated - {"label"}
         for group in self.execution.groups:
             may_be_empty = bool(self.execution.plan.kept_names)
             read = partial(self.execution.read, group)
-            described = Described(read, fingerprint, what, tables, may_be_empty=may_be_empty)
+            described = Described(
+                read,
+                fingerprint,
+                what,
+                tables,
+                may_be_empty=may_be_empty,
+                stated=stated,
+                is_builtin=self.builtin is not None,
+            )
             first = next(iter(group.files.values()))[0]
             # A file of a built-in layout is known by its bytes alone, unless options add to the layout.
             is_plain = self.builtin is not None and not (self.builtin.lines or self.builtin.settings)

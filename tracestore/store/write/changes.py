@@ -7,11 +7,11 @@ from tracestore.errors import InvalidInputError, StoreLockedError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.provenance import Provenance, require_compatible
-from tracestore.store.read.columns import Columns
+from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.read.generation import PinnedGeneration
 from tracestore.store.read.index import SourceEntry, StoreIndex
 from tracestore.store.write.commit import CommitTarget
-from tracestore.store.write.keys import KeyResolver, OnConflict
+from tracestore.store.write.keys import ComparedTrace, KeyResolver, OnConflict
 from tracestore.store.write.pack import PackedTrace, fit_attributes
 from tracestore.store.write.pending import (
     Entry,
@@ -56,6 +56,8 @@ class Changes:
         self.num_added = 0
         self._sources: dict[str, list[SourceEntry]] = {}  # those of each path that differ, the newest one last
         self._paths: list[str] = []  # of all sources
+        # The first content and values of committed traces that others have replaced.
+        self._replaced: dict[int, tuple[ComparedTrace, TraceValues]] = {}
 
     def _start(self, generation: PinnedGeneration, num_known: int = 0) -> None:
         """Begin without changes on a generation; the keys of its first sources are known."""
@@ -74,7 +76,13 @@ class Changes:
         self._undo: list[Callable[[], None]] | None = None
         self._pending = Pending()
         self._keys = KeyResolver(
-            self._target.files, self.index, self._paths, self._pending, self._on_conflict, self.read_columns
+            self._target.files,
+            self.index,
+            self._paths,
+            self._pending,
+            self._on_conflict,
+            self.read_columns,
+            self._replaced,
         )
 
     @property

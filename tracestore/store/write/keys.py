@@ -68,9 +68,11 @@ class KeyResolver:
         pending: Pending,
         on_conflict: OnConflict,
         read_columns: Callable[[], Columns],
+        replaced: dict[int, tuple[ComparedTrace, TraceValues]],
     ) -> None:
         self._files, self._index, self._paths, self._pending = files, index, paths, pending
-        self.on_conflict, self._read_columns = on_conflict, read_columns
+        self.on_conflict, self._read_columns, self._replaced = on_conflict, read_columns, replaced
+        self._kept: TraceValues | None = None  # what stays of the values of a trace that the resolved one replaces
         self.num_conflicts = 0
         self._undo: list[Callable[[], None]] = []
         self._segments: dict[int, SegmentReader] = {}  # committed segments that were compared with
@@ -99,7 +101,7 @@ class KeyResolver:
         InvalidInputError
             If the key exists with different content and `on_conflict` is "error".
         """
-        record = trace.record
+        record, self._kept = trace.record, None
         provided = {mf.GROUP_GRAPH: trace.graph_crc} if trace.has_states or "hidden_states" in trace.arrays else {}
         if trace.has_last_token or "last_token" in trace.arrays:
             provided[mf.GROUP_SEQUENCE] = trace.sequence_crc
@@ -134,8 +136,29 @@ class KeyResolver:
                 field="question_id",
             )
         self.num_conflicts += 1
-        # A trace is replaced as a whole: graph and last tokens of different traces do not belong together.
-        return set(provided) if self.on_conflict == "keep-last" else set()
+        if self.on_conflict != "keep-last":
+            return set()
+        # A trace is replaced as a whole: graph, last tokens and values of different traces do not belong together.
+        self._kept = self._kept_values(trace, stored)
+        return set(provided)
+
+    def _kept_values(self, trace: PackedTrace, stored: Mapping[str, int]) -> TraceValues:
+        """Return the values of a key for a trace that replaces its own one: those of before, if it had this content then.
+
+        Of two files with a trace, which are both read again, the second one replaces the first every time.
+        """
+        columns, index = self._read_columns(), self._index.find(trace.record.question_id, trace.record.sample)
+        if index >= 0 and index not in self._replaced:
+            graph, sequence = (
+                self._stored_crc(stored, name) if stored[f"{name}_segment"] >= 0 else 0 for name in mf.GROUP_NAMES
+            )
+            values = TraceValues(columns.scores_of(index), float(columns.labels[index]), columns.group(index))
+            self._replaced[index] = ComparedTrace(graph, sequence, self._stored_fields(stored)), values
+        content, values = self._replaced.get(index, (None, TraceValues()))
+        scores = dict.fromkeys(columns.scores, math.nan)
+        if content != ComparedTrace.of(trace):
+            return TraceValues(scores, math.nan, "")
+        return values._replace(scores=scores | dict(values.scores))
 
     def resolve_known(self, record: TraceRecord | Key) -> set[int]:
         """Return the empty set for a trace whose arrays were left out, because its key had them.
@@ -226,7 +249,8 @@ class KeyResolver:
         groups : set[int]
             Result of resolve_new() for the trace.
         given : TraceValues
-            Values for the columns if the key is new. The label, from resolve_label(), is used in any case.
+            Values for the columns if the key is new or its trace is replaced. The label, from resolve_label(), is used
+            in any case.
         """
         pending, key = self._pending, (record.question_id, record.sample)
         index = self._index.find(*key)
@@ -246,7 +270,24 @@ class KeyResolver:
                     patch |= {f"patch_{column}": location[column] for column in columns}
                 patch |= {"patch_trace": index, "patch_group": added, "patch_nonfinite": location["nonfinite"]}
                 self._set(pending.patches, (index, added), patch)
-        self.set_label(record, math.nan if given.label is None else given.label)
+        if self._kept is None:
+            self.set_label(record, math.nan if given.label is None else given.label)
+        else:
+            self._replace_values(key, self._kept, given)
+
+    def _replace_values(self, key: tuple[str, int], kept: TraceValues, given: TraceValues) -> None:
+        """Give a key the values of the trace that replaces its own one, and those that stay."""
+        scores = {**kept.scores, **{name: score for name, score in given.scores.items() if not math.isnan(score)}}
+        label = kept.label if given.label is None or math.isnan(given.label) else given.label
+        values, rows = TraceValues(scores, label, given.group or kept.group), self._pending.rows
+        if (row := self._pending.keys.get(key)) is not None:
+            before = rows.values(row)
+            rows.set_values(row, values)
+            self._undo.append(lambda: rows.set_values(row, before))
+            return
+        index = self._index.find(*key)
+        earlier = dict.fromkeys(self._pending.updates.get(index, TraceValues()).scores, math.nan)
+        self._set(self._pending.updates, index, values._replace(scores=earlier | scores))
 
     def _set(self, changes: dict[Place, Value], key: Place, value: Value) -> None:
         """Set an item of the pending changes until the source is aborted."""

@@ -72,6 +72,17 @@ class PendingRows:
         values.extend(repeat(math.nan, len(self) - len(values)))
         return values
 
+    def values(self, row: int) -> TraceValues:
+        """Return the values of a row."""
+        scores = {name: self._score(name)[row] for name in self._scores}
+        return TraceValues(scores, self.columns["label"][row], self.groups[row])
+
+    def set_values(self, row: int, given: TraceValues) -> None:
+        """Replace all values of a row."""
+        for name, score in (dict.fromkeys(self._scores, math.nan) | dict(given.scores)).items():
+            self._score(name)[row] = score
+        self.columns["label"][row], self.groups[row] = given.label, given.group or ""
+
     def remove(self, first: int) -> None:
         """Remove the rows from `first` on."""
         columns: list[Any] = [self.ids, self.groups, *self.columns.values(), *self._scores.values()]
