@@ -73,7 +73,8 @@ class DescribedRun:
         self._directions = {n: d for part in parts for n, d in part.directions.items()}
         # A layout that is stated, proved or kept, and not built in, is kept in the store.
         own = [part for part in parts if part.kept_text is not None]
-        self.judgments = [name for name in JUDGMENTS if any(name in part.directions for part in own)]
+        self._own = {name for part in own for name in part.directions}
+        self.judgments = [name for name in JUDGMENTS if name in self._own]
         self._counts_new = is_builtin and not own
         self._stated: frozenset[str] = frozenset()  # what each trace of the open source has, or else it has none
         self._without_group: set[tuple[str, int]] = set()
@@ -127,16 +128,11 @@ class DescribedRun:
                 self.check_layers(record)
 
     def begin_source(self, source: SourceFile, writer: StoreWriter) -> None:
-        """Begin a source. A score of a built-in layout that another command has defined is not of its files."""
-        described, defined = source.described, writer.attributes.scores
-        self._stated = frozenset() if described is None else described.stated
-        if described is not None and described.is_builtin:
-            known = {
-                name
-                for name in self._stated
-                if (field := defined.get(score_of(name))) and field.source == _origin(name)
-            }
-            self._stated &= {*known, "group"}
+        """Begin a source. A score that a built-in layout knows, and another command has defined, is not of its files."""
+        stated = frozenset[str]() if source.described is None else source.described.stated
+        origins = {name: field.source for name, field in writer.attributes.scores.items()}
+        of_files = {name for name in stated if origins.get(score_of(name)) == _origin(name)}
+        self._stated = stated & {"group", *self._own, *of_files}
 
     def lacks_lines(self) -> bool:
         """Return whether the sources that were read have nothing for a line or an entry, which others may have."""
@@ -230,6 +226,7 @@ class DescribedRun:
         found = {**record.scores, **own, **deferred}
         for name, value in found.items():
             self._counts[name][_kind_of(value)] += is_counted
+        missing = dict.fromkeys({score_of(name) for name in self._stated - {"group"}} - found.keys(), math.nan)
         if is_replaced:
             self._labels[key] = {}
             self._groups.pop(key, None)
@@ -249,8 +246,7 @@ class DescribedRun:
         if found:
             self._labels[key] = found
         if deferred or is_known:
-            names = {score_of(name) for name in self._stated - {"group"}}
-            self._deferred[key] = dict.fromkeys(names, math.nan) | found
+            self._deferred[key] = missing | found
             if "group" in self._stated:
                 self._without_group.add(key)
 

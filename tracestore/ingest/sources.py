@@ -38,8 +38,6 @@ class Described(NamedTuple):
         Whether the layout may leave out all of its traces.
     stated : frozenset of str
         The scores and labels that each trace has by the layout, and "group": one without them has none.
-    is_builtin : bool
-        Whether these are keys of a built-in layout, which not all files have.
     """
 
     read: Callable[[bool | None, Scratch, OnRefused], Iterator[TraceRecord]]
@@ -49,7 +47,6 @@ class Described(NamedTuple):
     error: InvalidInputError | None = None
     may_be_empty: bool = False
     stated: frozenset[str] = frozenset()
-    is_builtin: bool = False
 
 
 @dataclass(frozen=True)

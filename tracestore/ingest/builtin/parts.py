@@ -143,15 +143,7 @@ class Part:
         for group in self.execution.groups:
             may_be_empty = bool(self.execution.plan.kept_names)
             read = partial(self.execution.read, group)
-            described = Described(
-                read,
-                fingerprint,
-                what,
-                tables,
-                may_be_empty=may_be_empty,
-                stated=stated,
-                is_builtin=self.builtin is not None,
-            )
+            described = Described(read, fingerprint, what, tables, may_be_empty=may_be_empty, stated=stated)
             first = next(iter(group.files.values()))[0]
             # A file of a built-in layout is known by its bytes alone, unless options add to the layout.
             is_plain = self.builtin is not None and not (self.builtin.lines or self.builtin.settings)

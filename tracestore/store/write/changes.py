@@ -57,7 +57,7 @@ class Changes:
         self._sources: dict[str, list[SourceEntry]] = {}  # those of each path that differ, the newest one last
         self._paths: list[str] = []  # of all sources
         # The first content and values of committed traces that others have replaced.
-        self._replaced: dict[int, tuple[ComparedTrace, TraceValues]] = {}
+        self._past: dict[int, tuple[ComparedTrace, TraceValues]] = {}
 
     def _start(self, generation: PinnedGeneration, num_known: int = 0) -> None:
         """Begin without changes on a generation; the keys of its first sources are known."""
@@ -76,13 +76,7 @@ class Changes:
         self._undo: list[Callable[[], None]] | None = None
         self._pending = Pending()
         self._keys = KeyResolver(
-            self._target.files,
-            self.index,
-            self._paths,
-            self._pending,
-            self._on_conflict,
-            self.read_columns,
-            self._replaced,
+            self._target.files, self.index, self._paths, self._pending, self._on_conflict, self.read_columns, self._past
         )
 
     @property

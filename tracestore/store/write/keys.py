@@ -68,10 +68,10 @@ class KeyResolver:
         pending: Pending,
         on_conflict: OnConflict,
         read_columns: Callable[[], Columns],
-        replaced: dict[int, tuple[ComparedTrace, TraceValues]],
+        past: dict[int, tuple[ComparedTrace, TraceValues]],
     ) -> None:
         self._files, self._index, self._paths, self._pending = files, index, paths, pending
-        self.on_conflict, self._read_columns, self._replaced = on_conflict, read_columns, replaced
+        self.on_conflict, self._read_columns, self._past = on_conflict, read_columns, past
         self._kept: TraceValues | None = None  # what stays of the values of a trace that the resolved one replaces
         self.num_conflicts = 0
         self._undo: list[Callable[[], None]] = []
@@ -148,13 +148,13 @@ class KeyResolver:
         Of two files with a trace, which are both read again, the second one replaces the first every time.
         """
         columns, index = self._read_columns(), self._index.find(trace.record.question_id, trace.record.sample)
-        if index >= 0 and index not in self._replaced:
+        if index >= 0 and index not in self._past:
             graph, sequence = (
                 self._stored_crc(stored, name) if stored[f"{name}_segment"] >= 0 else 0 for name in mf.GROUP_NAMES
             )
             values = TraceValues(columns.scores_of(index), float(columns.labels[index]), columns.group(index))
-            self._replaced[index] = ComparedTrace(graph, sequence, self._stored_fields(stored)), values
-        content, values = self._replaced.get(index, (None, TraceValues()))
+            self._past[index] = ComparedTrace(graph, sequence, self._stored_fields(stored)), values
+        content, values = self._past.get(index, (None, TraceValues()))
         scores = dict.fromkeys(columns.scores, math.nan)
         if content != ComparedTrace.of(trace):
             return TraceValues(scores, math.nan, "")
