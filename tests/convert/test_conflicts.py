@@ -399,7 +399,7 @@ def test_a_trace_that_replaces_another_one_has_its_own_values(tmp_path, data, fo
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_replaced_trace_that_is_read_again_keeps_what_was_added(tmp_path, data, workers):
-    """Of two files with a trace, the second one replaces it again when all files are read."""
+    """Read two files with a trace again: the second one replaces it every time."""
     flags = ("--on-conflict", "keep-last", "--workers", workers)
     write_pickle(data / "a.pkl", [make_trace(0) | {"label": 1}])
     write_pickle(data / "b.pkl", [changed(make_trace(0)) | {"label": 0}])

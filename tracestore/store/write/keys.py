@@ -72,7 +72,7 @@ class KeyResolver:
     ) -> None:
         self._files, self._index, self._paths, self._pending = files, index, paths, pending
         self.on_conflict, self._read_columns, self._past = on_conflict, read_columns, past
-        self._kept: TraceValues | None = None  # what stays of the values of a trace that the resolved one replaces
+        self._kept: TraceValues | None = None  # values that the resolved trace leaves a key
         self.num_conflicts = 0
         self._undo: list[Callable[[], None]] = []
         self._segments: dict[int, SegmentReader] = {}  # committed segments that were compared with
