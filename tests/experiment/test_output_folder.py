@@ -47,6 +47,38 @@ def test_files_of_others_are_kept(labeled, tmp_path):
     assert all((tmp_path / name).read_bytes() == b"other" for name in names)
 
 
+@pytest.mark.parametrize("way", [{"overwrite": True}, {"overwrite": False}, {"config": replace(CONFIG, resume=True)}])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("results.json", '{"accuracy": 0.9}'),
+        ("results.json", "["),
+        ("results.json", "{}"),
+        ("split.json", '{"train": ["q0"], "test": ["q1"]}'),
+        ("folds.json", '{"train": ["q0"], "val": [], "test": ["q1"]}'),
+        ("folds.json", "[1]"),
+    ],
+)
+def test_a_file_of_another_program_is_not_replaced(labeled, tmp_path, way, name, text):
+    """A folder of sources holds the results of an evaluation [results.json of the user is lost]."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=f"{name}: not the|earlier run"):
+        train(labeled, tmp_path, **way)
+    assert (tmp_path / name).read_text() == text
+
+
+@pytest.mark.parametrize("left", ["results.json", "split.json", "folds.json"])
+def test_what_is_left_of_a_run_is_replaced(labeled, tmp_path, left):
+    train(labeled, tmp_path / "r", **({"folds": 2} if left == "folds.json" else {}))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "r" / left).rename(tmp_path / "new" / left)
+    train(labeled, tmp_path / "new")
+    assert files(tmp_path / "new").keys() >= {"results.json", "split.json"}
+    # A damaged file next to checkpoints is that of the run.
+    (tmp_path / "new/results.json").write_text("{")
+    train(labeled, tmp_path / "new")
+
+
 def test_a_run_in_a_folder_of_another_one_is_its_own(labeled, tmp_path):
     train(labeled, tmp_path / "seed-7", replace(CONFIG, seed=7))
     before = files(tmp_path / "seed-7")
@@ -106,9 +138,10 @@ def test_one_training_at_a_time(labeled, tmp_path):
 )
 def test_malformed_splits_are_refused(labeled, tmp_path, text):
     for name, words, options in (("split", "the split", {}), ("folds", "the folds", {"folds": 2})):
-        (tmp_path / f"{name}.json").write_text(text if name == "split" else f"[{text}, {text}]")
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.json").write_text(text if name == "split" else f"[{text}, {text}]")
         with pytest.raises(UsageError, match=f"not {words}"):
-            train(labeled, tmp_path, replace(CONFIG, resume=True), **options)
+            train(labeled, tmp_path / name, replace(CONFIG, resume=True), **options)
 
 
 def test_history_covers_the_epochs_that_all_folds_have(labeled, tmp_path):

@@ -13,7 +13,7 @@ from tracestore.evaluation.evaluate import RunScores, evaluate_runs
 from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.store_split import Split, split_from_ids
 from tracestore.experiment.train_options import TrainOptions
-from tracestore.run_results import RESULTS_FILE
+from tracestore.run_results import RESULTS_FILE, read_results
 from tracestore.split import SPLITS
 from tracestore.store.io.fsio import read_json
 from tracestore.store.read.store import TraceStore
@@ -92,6 +92,17 @@ def remove_run(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def check_replaced(folder: Path) -> None:
+    """Raise UsageError if a file that a run replaces may be of another program; next to checkpoints none is."""
+    if any(True for _ in _training_files(folder)):
+        return
+    for path in (folder / name for name in (SPLIT_FILE, FOLDS_FILE)):
+        if path.exists():
+            _read_ids(path)
+    if (folder / RESULTS_FILE).exists():
+        read_results(folder)
+
+
 def read_splits(path: Path, store: TraceStore, targets: np.ndarray, num_folds: int | None) -> list[Split]:
     """Read the split, or the folds, of an earlier run.
 
@@ -100,19 +111,25 @@ def read_splits(path: Path, store: TraceStore, targets: np.ndarray, num_folds: i
     UsageError
         The file cannot be read, is malformed or holds another number of folds.
     """
+    folds = _read_ids(path)
+    if num_folds is not None and len(folds) != num_folds:
+        raise UsageError(f"--resume: {path} has {len(folds)} folds, not {num_folds}")
+    return [split_from_ids(store, targets, ids) for ids in folds]
+
+
+def _read_ids(path: Path) -> list[dict[str, list[str]]]:
+    """Return the question ids of each part of a split, or of each fold."""
+    is_folded = path.name == FOLDS_FILE
     try:
         saved = read_json(path)
-        folds = [saved] if num_folds is None else list(saved)
+        folds = list(saved) if is_folded else [saved]
         if not all(set(fold) == set(SPLITS) and all(map(_is_list_of_str, fold.values())) for fold in folds):
             raise ValueError
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, AttributeError):
-        what = "split" if num_folds is None else "folds"
-        raise UsageError(f"{path}: not the {what} of an earlier run") from None
-    if num_folds is not None and len(folds) != num_folds:
-        raise UsageError(f"--resume: {path} has {len(folds)} folds, not {num_folds}")
-    return [split_from_ids(store, targets, ids) for ids in folds]
+        raise UsageError(f"{path}: not the {'folds' if is_folded else 'split'} of an earlier run") from None
+    return folds
 
 
 def _is_list_of_str(value: Any) -> bool:

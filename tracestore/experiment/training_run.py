@@ -139,6 +139,7 @@ def _check_output_dir(folder: Path, options: TrainOptions) -> None:
     is_run = folds.holds_run(folder)
     if is_run and not (options.config.resume or options.overwrite):
         raise UsageError(f"{folder} holds an earlier run: continue it with --resume, or replace it with --overwrite")
+    folds.check_replaced(folder)
     # Files of these names in a folder without a run belong to the user.
     replaces = options.overwrite or (options.config.resume and is_run)
     check_output_files(folder, (PREDICTIONS, REPORT, *PLOTS), own=TRAIN, overwrite=replaces)
