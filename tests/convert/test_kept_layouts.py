@@ -576,3 +576,28 @@ def test_files_that_are_read_again_are_one_line(tmp_path):
     done = convert(tmp_path / "in", tmp_path / "s.zarr", "--on-conflict", "keep-last")
     (line,) = [line for line in done.stdout.splitlines() if "since it was committed" in line]
     assert line.startswith("1.pkl: the file or its time has changed")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_value_that_the_files_of_one_of_two_layouts_lose_is_a_conflict(tmp_path, workers):
+    """Only traces of the layout with a line for it have it."""
+    folder, store = tmp_path / "in", tmp_path / "s.zarr"
+    both = [
+        ["hidden_states = a_{id}.npz : hs -> L S D", "group = a_{id}.npz : group", "ignore = b_*"],
+        ["hidden_states = b_{id}.npz : hs -> L S D", "ignore = ['a_*', 'b_* : group']"],
+    ]
+
+    def save(name, group, seed=0):
+        folder.mkdir(exist_ok=True)
+        np.savez(folder / f"{name}.npz", hs=states(2, 4, 8, seed=seed), group=group)
+
+    for k, name in enumerate(("a_q0", "a_q1", "b_q2")):
+        save(name, "g", k)
+    for lines in both:
+        convert(folder, store, *field_flags(*lines))
+    save("a_q0", "", 0)
+
+    assert "no longer have" in error_of("convert", folder, store, "--workers", workers, code=3)
+
+    convert(folder, store, "--workers", workers, "--on-conflict", "keep-last")
+    assert [t.group for t in tracestore.open(store)] == ["", "g", ""]
