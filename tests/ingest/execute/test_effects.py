@@ -251,6 +251,23 @@ def test_rule_05b_the_columns_of_a_first_pass_are_no_stated_length(tmp_path, sta
     assert lengths_of(convert(tmp_path, layout)) == [2, 3]
 
 
+@pytest.mark.parametrize("span", [(3, 6), (4, 8), (0, 2), (2, 6)])
+@pytest.mark.parametrize("counted", [None, "tokens", "columns"])
+@pytest.mark.parametrize("begin", [0, 2])
+def test_rule_17_positions_of_an_answer_behind_padding(tmp_path, span, counted, begin):
+    """[the columns of an answer as its tokens]"""
+    mask = (np.arange(8) >= begin).astype(int)
+    row = {"id": "a", "hs": states(2, 8, 8) * mask[:, None], "m": mask, "answer": span}
+    dump(tmp_path / "in/a.pkl", [row])
+    layout = ROWS | {"S.mask": "a.pkl : []/m -> S", "answer_span": "a.pkl : []/answer"}
+    layout |= {} if counted is None else {"S.prompt": counted}
+    if begin and (counted != "tokens" or span[1] > 6):
+        refuse(tmp_path, layout, "answer_span: found")
+        return
+
+    assert convert(tmp_path, layout)["a", 0].answer_span == span
+
+
 # Each batch: the tokens of its rows, their width, and the length of its prompts; the lengths of the tokens of prompts.
 BATCHES = {
     "two widths": ([((5, 7), 7, 4), ((6, 8), 8, 5)], [2, 4, 3, 5]),

@@ -304,6 +304,9 @@ class TraceBuilder:
 
     def _set_values(self, trace: TraceCells, values: dict[str, Any], span: tuple[int, int], num_states: int) -> None:
         """Set texts and values of the tokens, without padding."""
+        if span[0] and "answer_span" in values and self._settings.get("S.prompt") != "tokens":
+            text = f'found {span[0]} tokens of padding in front: S.prompt = "tokens" says that it counts none of them'
+            raise InvalidInputError(text, field="answer_span")
         for name in self._per_token:
             if (found := trace.array(name, "ST")) is not None:
                 num_before = span[0] if len(found[0]) >= num_states else 0

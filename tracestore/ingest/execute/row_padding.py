@@ -12,6 +12,7 @@ from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.layout.fields import MASKS
 from tracestore.ingest.layout.places import Plan
 from tracestore.ingest.tree import as_array
+from tracestore.store.write.record import moved_position
 
 Span = tuple[int, int]
 
@@ -144,12 +145,7 @@ class Padding:
         if not is_stated:
             return max(length - begin, 0)
         if begin and self._plan.layout.settings.get("S.prompt") == "columns":
-            if not begin <= length <= end + 1:
-                raise InvalidInputError(
-                    f"found {length} columns, expected {begin} to {end + 1}, where the tokens of the trace are",
-                    field="prompt_length",
-                )
-            length -= begin
+            length = moved_position("prompt_length", length, begin, end + 1)  # the last token may have no states
         self._prompts.setdefault((num_states, length), set()).add(begin)
         return length
 

@@ -82,8 +82,8 @@ def _has(plan: Plan, *names: str) -> bool:
     return any(place.name in names for place in plan.others)
 
 
-def _gives(plan: Plan, name: str) -> bool:
-    return name in plan.layout.templates or _has(plan, name)
+def _gives(plan: Plan, *names: str) -> bool:
+    return not plan.layout.templates.keys().isdisjoint(names) or _has(plan, *names)
 
 
 def _has_numbers(plan: Plan, name: str) -> bool:
@@ -114,7 +114,7 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
         "an axis S of the states that may be padded",
         lambda plan, _: _states(plan, "S") and not _is_flat(plan),
     ),
-    "S.prompt": ("a line for prompt_length", lambda plan, _: _gives(plan, "prompt_length")),
+    "S.prompt": ("a line for prompt_length", lambda plan, _: _gives(plan, "prompt_length", "answer_span")),
     "sample": (
         "a line for question_id",
         lambda plan, _: "sample" not in plan.layout.settings or _has(plan, "question_id"),

@@ -366,15 +366,15 @@ def _crop(record: TraceRecord, begin: int, end: int) -> None:
     for name in schema.TOKEN_FIELDS.keys() & record.optional.keys():
         record.optional[name] = np.ascontiguousarray(record.optional[name][begin:end])
     if record.prompt_length:  # 0 is no prompt
-        record.prompt_length = _moved("prompt_length", record.prompt_length, begin, end)
+        record.prompt_length = moved_position("prompt_length", record.prompt_length, begin, end)
     if "answer_span" in record.optional:
         first, after = record.optional["answer_span"]
         # The answer may end in padding behind the tokens; -1 is unknown.
-        span = (at if at < 0 else _moved("answer_span", at, begin, end) for at in (first, min(after, end)))
+        span = (at if at < 0 else moved_position("answer_span", at, begin, end) for at in (first, min(after, end)))
         record.optional["answer_span"] = tuple(span)
 
 
-def _moved(name: str, position: int, begin: int, end: int) -> int:
+def moved_position(name: str, position: int, begin: int, end: int) -> int:
     """Return a position of the tokens from `begin` to `end`."""
     if not begin <= position <= end:
         raise field_error(name, str(position), f"{begin} to {end}, where the tokens without padding are")
