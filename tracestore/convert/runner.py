@@ -545,7 +545,7 @@ class Conversion:
         report.num_traces, report.num_segments = manifest.num_traces, manifest.num_segments
         report.generation = manifest.generation
         report.num_unscored = manifest.num_traces - manifest.num_scored
-        report.num_scores_without_trace = self.scoring.num_without_trace(writer)
+        report.num_scores_without_trace = self.scoring.num_without_trace
         report.add_labels(writer.read_columns(), writer.attributes)
         self._require_traces(manifest.num_traces)
         report.refused_file = self._notes.refused_file

@@ -26,8 +26,6 @@ from tracestore.words import plural
 if TYPE_CHECKING:
     from tracestore.ingest.scores import Scores
 
-_NO_ROW = ScoreRow()
-
 
 class Scoring:
     """Choose the scores of a conversion.
@@ -51,6 +49,8 @@ class Scoring:
     sources : list of SourceFile
     scores_file : str or None
         Path of the scores file, or paths.
+    num_without_trace : int
+        Rows of the file that no committed trace has, after fill().
 
     Raises
     ------
@@ -72,7 +72,7 @@ class Scoring:
         if options.scores is not None:
             self.sources = [source.without_values() for source in self.sources]
         self._export: ExportFacts | None = None  # of the source, if its values are used
-        self._num_labels = 0
+        self._num_labels, self.num_without_trace = 0, 0
         self._changes: list[str] = []  # of stored traces
         self._name, self._was_labeled = "", False  # of the file's scores in the store; whether it had labels before
         self._without_row: dict[tuple[str, int], None] = {}  # keys of traces that the file lacks
@@ -120,7 +120,7 @@ class Scoring:
         row = self.file.row_of(record.question_id, record.sample)
         if row is None:
             self._without_row[record.question_id, record.sample] = None
-            row = _NO_ROW
+            row = ScoreRow()
         else:
             self._matched.add(self.file.key_of(record.question_id, record.sample))
             self.file.check_question(record.question_id, record.sample, _question(packed))
@@ -203,7 +203,7 @@ class Scoring:
         self._described.fill(writer, self._on_conflict)
         if self.file is None:
             return
-        values, num_kept = ChangedValues(writer, self._on_conflict), 0
+        values, num_kept, used = ChangedValues(writer, self._on_conflict), 0, set[tuple[str, int]]()
         is_own, is_exported = self._sources_have(writer)
         is_scored = ~np.isnan(values.columns.score(self._name))
         # Inside of built-in layouts, only the label of the file is one.
@@ -214,9 +214,12 @@ class Scoring:
                 num_kept += int(is_own[index] and is_scored[index])
                 if label is not None:
                     values.set(index, {}, label, None)
-            elif not (is_exported[index] and is_scored[index]):  # the scores of exports count
+                continue
+            used.add(self.file.key_of(*key))
+            if not (is_exported[index] and is_scored[index]):  # the scores of exports count
                 label = label if math.isnan(row.label) else row.label
                 values.set(index, {self._name: row.score}, label, row.group if self.file.has_groups else None)
+        self.num_without_trace = len(self.file.rows) - len(used)
         values.check_questions(self.file)
         values.commit()
         name = escape_unprintable(self.file.path.name, 60)
@@ -233,12 +236,6 @@ class Scoring:
             np.isin(of_sources, [k for k, p in enumerate(paths) if p in found]) for found in (names, exported)
         )
         return own, other
-
-    def num_without_trace(self, writer: StoreWriter) -> int:
-        """Return how many scores of the file belong to no trace."""
-        if self.file is None:
-            return 0
-        return len(self.file.rows.keys() - {self.file.key_of(*key) for key in keys_of(writer.index)})
 
     def lines(self) -> Iterator[str]:
         """Yield what was found inside the traces and in the scores file."""
