@@ -13,7 +13,7 @@ from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.exports.export_manifest import ExportFacts
-from tracestore.ingest.score_files import ScoreRow, direction_of
+from tracestore.ingest.score_files import ScoreRow, ambiguous_direction, direction_of
 from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.stored_values import ChangedValues, keys_of, without_row_note
 from tracestore.store.format import schema
@@ -277,10 +277,7 @@ def _check_flags(options: ConvertOptions) -> None:
     if column is None and options.score_direction is not None:
         raise UsageError("--score-direction needs a scores file (--scores) or the key of a score (--score-column)")
     if column is not None and options.score_direction is None and direction_of(column) is None:
-        raise UsageError(
-            f"a high {column} may mean a correct or a hallucinated answer; "
-            "choose --score-direction correct or --score-direction hallucination"
-        )
+        raise ambiguous_direction(column)
 
 
 def _read_files(described: DescribedRun, options: ConvertOptions, output: Output) -> "Scores | None":

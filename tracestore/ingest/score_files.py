@@ -21,8 +21,6 @@ from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES, SYNONYMS
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 # Columns of the question ids, by their normalized names; the first one of a table counts.
 _ID_COLUMNS = (ID_COLUMN, *(name.replace(" ", "_") for name in SYNONYMS[ID_COLUMN]))
-# That of the sample. Other names, such as sample_idx and answer_idx, are also those of rows and of choices.
-_SAMPLE_COLUMNS = ("sample",)
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORES.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
@@ -54,6 +52,14 @@ def direction_of(column: str) -> str | None:
     return SCORES.get(normalized(column))
 
 
+def ambiguous_direction(column: str, where: str = "") -> UsageError:
+    """Return the error for a column or key whose name does not tell the direction; the message begins with `where`."""
+    return UsageError(
+        f"{where}a high {column} may mean a correct or a hallucinated answer; "
+        "choose --score-direction correct or --score-direction hallucination"
+    )
+
+
 def _by_name(header: Sequence[str]) -> dict[str, str]:
     """Return the columns by their normalized names; one that is spelled so counts before one that is not."""
     return {normalized(name): name for name in reversed(header)} | {name: name for name in header}
@@ -72,7 +78,8 @@ def id_column_of(header: Sequence[str]) -> str | None:
 
 def sample_column_of(header: Sequence[str], id_column: str | None) -> str | None:
     """Return the column of the numbers of answers, next to that of the question ids."""
-    return column_of([name for name in header if name != id_column], *_SAMPLE_COLUMNS)
+    # Other names, such as sample_idx and answer_idx, are also those of rows and of choices.
+    return column_of([name for name in header if name != id_column], "sample")
 
 
 def score_columns_of(header: Sequence[str]) -> list[str]:

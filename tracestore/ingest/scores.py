@@ -19,6 +19,7 @@ from tracestore.ingest.score_files import (
     WORD_COLUMNS,
     ScoreRow,
     ScoreTable,
+    ambiguous_direction,
     column_of,
     direction_of,
     id_column_of,
@@ -300,7 +301,7 @@ def _columns(
     if score_column is None and normalized(column) != "label":
         scores.label_column = column_of(header, "label")
     if direction is None and normalized(column) not in WORD_COLUMNS:
-        raise _ambiguous_direction(path, column)
+        raise ambiguous_direction(column, f"{path.name}: ")
     return scores
 
 
@@ -312,13 +313,6 @@ def _check_late_columns(scores: Scores, names: set[str]) -> None:
         raise InvalidInputError(f"found {min(names)}, which the first rows do not have; write it into the first row")
 
 
-def _ambiguous_direction(path: Path, column: str) -> UsageError:
-    return UsageError(
-        f"{path.name}: a high {column} may mean a correct or a hallucinated answer; "
-        "choose --score-direction correct or --score-direction hallucination"
-    )
-
-
 def _score(scores: Scores, value: Any) -> float:
     """Return the score in a cell: a number, or the word of a judge."""
     word = score_of_word(value, scores.direction if scores.is_direction_known else None) if type(value) is str else None
@@ -326,7 +320,7 @@ def _score(scores: Scores, value: Any) -> float:
         return word
     score = score_value(value, scores.column)
     if not scores.is_direction_known and not math.isnan(score):
-        raise _ambiguous_direction(scores.path, scores.column)
+        raise ambiguous_direction(scores.column, f"{scores.path.name}: ")
     is_judgment = scores.name.startswith("is_") or scores.name in ("correct", "hallucinated")
     if is_judgment and not (math.isnan(score) or 0 <= score <= 1):
         raise InvalidInputError(f"found {score:g}, expected 0 to 1, or an empty cell", field=scores.column)
