@@ -5,7 +5,7 @@ import threading
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable, some_of
@@ -141,8 +141,8 @@ class TableAccount:
     missing: list[str]
     partial: str | None
     ends: str
-    num_left_out: int = 0
-    not_kept: dict[str, str] = field(default_factory=dict)
+    num_left_out: int
+    not_kept: dict[str, str]
 
     def close(self, has_id: Callable[[str], bool], *, is_whole: bool) -> str:
         """Return how the rows were joined; InvalidInputError if they do not fit."""
