@@ -226,3 +226,17 @@ def test_ignore_alone_without_effect_is_refused(tmp_path, folder, line, code, wo
     write_pickle(folder / "a.pkl", make_traces(3))
 
     assert words in error_of("convert", folder, tmp_path / "s.zarr", "--field", f"ignore = {line}", code=code)
+
+
+def test_ignore_alone_with_equal_names_in_two_folders(tmp_path):
+    for k, name in enumerate(("one", "two")):
+        (tmp_path / name).mkdir()
+        write_pickle(tmp_path / name / "a.pkl", make_traces(3)[k : k + 1])
+        np.save(tmp_path / name / "extra.npy", np.ones((2, 3)))
+
+    words = tmp_path / "one", tmp_path / "two", tmp_path / "s.zarr"
+    refused = command("convert", *words, check=3).stderr
+    convert(*words, "--field", "ignore = extra.npy")
+
+    assert "--field 'ignore = extra.npy' leaves it out" in refused
+    assert sorted(tracestore.open(tmp_path / "s.zarr").question_ids) == ["q0", "q1"]

@@ -2,7 +2,7 @@
 
 import os
 import tomllib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cache
@@ -66,8 +66,9 @@ def described_run(
     if layout is not None and not layout.is_filter:
         files = _whole(list_files(arguments, folder), whole)
         return _stated_run(_with_padding(layout, options), files, options)
-    left_out = () if layout is None else _left_out(layout, list_files(arguments, folder))
-    groups = [(named, _whole(files, whole, left_out)) for named, files in _by_argument(arguments, folder)]
+    by_argument = _by_argument(arguments, folder)
+    left_out = () if layout is None else _left_out(layout, {n for _, files in by_argument for n in files})
+    groups = [(named, _whole(files, whole, left_out)) for named, files in by_argument]
     paths = [path for _, files in groups for path in files.values()]
     found = find_score_files(arguments, paths, options.scores)
     owned, has_scores_file = (*found.scores, *found.unread), bool(found.scores)
@@ -102,7 +103,7 @@ def _whole(files: dict[str, Path], whole: Container[Path] | None, left_out: Cont
     return {n: path for n, path in files.items() if n not in left_out and (whole is None or path in whole)}
 
 
-def _left_out(layout: Layout, files: Mapping[str, Path]) -> set[str]:
+def _left_out(layout: Layout, files: Iterable[str]) -> set[str]:
     """Return the names of the files that a layout of nothing but `ignore` leaves out."""
     found: set[str] = set()
     for address in layout.ignore:

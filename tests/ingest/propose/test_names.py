@@ -59,6 +59,8 @@ def test_patterns_of_files(names, patterns):
         ("llama7b_q1 llama_q1 llama7b_q2 llama_q2", True),
         ("q1_v1.2 q1_v2 q2_v1.2 q2_v2", True),
         ("3f2a-0 3f2a-1 9bcd-0 9bcd-1", True),
+        ("001a 001b 002a 002b", True),
+        ("c1a0 c1a1 c2a0 c2a1", True),
         ("q1 q2 q10", False),
         ("new_york new_jersey paris", False),
         ("tqa_1 tqa_2 nq-open_3", False),

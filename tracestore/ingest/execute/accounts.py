@@ -29,8 +29,8 @@ _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
 _ID_COLUMNS = re.compile(
     r"(?i)((question|q|trace|example|row|line|item|sample|prompt|data(set)?|orig(inal)?|global|array|tensor|vector"
-    r"|hidden|states?|embedding|activation|doc(ument)?|record|entry|instance|task|problem|query|request|conversation"
-    r"|custom)?_?)?(ids?|qid|u?uid|guid|idx|index|number|no|row)|position|pos|slot|order|key"
+    r"|hidden|states?|embedding|activation|doc(ument)?|record|entry|instance|problem|query|request|conversation"
+    r"|custom)?_?)?(ids?|qid|u?uid|guid|idx|index|number|no|row)|position|pos|slot|order"
 )
 _UNNAMED = ("", "Unnamed: 0")  # the index of a table, of which a program may have left out rows
 _LAYER_NUMBERS = re.compile(r"(?i)layers?([_-]?(ids?|idx|ind(ex|ices)|num(ber)?s?|list))?")
@@ -215,7 +215,8 @@ class RunAccount:
             name = path.rpartition("[]/")[0]
             raise InvalidInputError(
                 f"{path}: rows are joined in order, and this column of ids is left out; {name}[id={key}] in each line of "
-                f"the table joins by it, [N={key}] by the place of the states, a line question_id takes it"
+                f"the table joins by it, [N={key}] by the place of the states, a line question_id takes it, "
+                f'ignore = ["{path}"] if it numbers no rows'
             )
 
     @property

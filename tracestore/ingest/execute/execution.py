@@ -254,10 +254,11 @@ class Execution:
                 environment["file"] = self._file_keys.keys.get(environment["file"], environment["file"])
             yield trace
 
-    def _cells(self, text: str, file: FoundFile, root: Value, texts: RowTexts) -> Cells:
+    def _cells(self, text: str, file: FoundFile, root: Value, texts: RowTexts, *, is_table: bool = False) -> Cells:
         """Yield the values of a file; `texts` takes those of rows that no line names."""
         kept = self.account.kept
-        walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts), kept.has if kept else None)
+        keeps = (kept.has_row if is_table else kept.has) if kept else None
+        walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts), keeps)
         return walk.cells(self._trees[text], root, {**file.bound, "file": file.name})
 
     def _units(
@@ -292,7 +293,7 @@ class Execution:
                 for text, file in files:
                     with error_location(file.name):
                         root = self._resources.enter_context(open_tree(file.path, scratch=scratch))
-                        for cell in filter(None, self._cells(text, file, root, columns.texts)):
+                        for cell in filter(None, self._cells(text, file, root, columns.texts, is_table=True)):
                             if "file" in self.plan.keys[cell.place]:
                                 cell.bound["file"] = self._file_keys.of_row(cell.bound["file"], file)
                             columns.add(cell, file.name)

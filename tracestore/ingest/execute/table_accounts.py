@@ -213,10 +213,18 @@ class KeptValues:
         self._lock = threading.Lock()
         self._found: dict[str, set[str]] = defaultdict(set)
         self._num_left_out = Counter[tuple[str, str]]()
-        self._rows: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)  # that are left out
+        self._rows: dict[str, list[tuple[Mapping[str, Any], str]]] = defaultdict(list)  # of tables, "" if kept
 
     def __bool__(self) -> bool:
         return bool(self._wanted)
+
+    def has_row(self, bound: Mapping[str, Any], where: str) -> bool:
+        """Return whether a row of a table is kept, as `has` does; keep what it binds for `left_out`."""
+        is_kept = self.has(bound, where)
+        if names := self._wanted.keys() & bound.keys():
+            lost = next((n for n in names if key_text(bound[n]) not in self._wanted[n]), "")
+            self._rows[where].append((bound, lost))
+        return is_kept
 
     def has(self, bound: Mapping[str, Any], where: str) -> bool:
         """Return whether a row is kept that binds values; count it if not, by the place where it lies."""
@@ -227,8 +235,6 @@ class KeptValues:
                 if is_kept or len(self._found[name]) < _MAX_VALUES:
                     self._found[name].add(text)
                 self._num_left_out[name, where] += not is_kept
-                if not is_kept:
-                    self._rows[name, where].append(bound)
             if not is_kept:
                 return False
         return True
@@ -236,8 +242,10 @@ class KeptValues:
     def left_out(self, column: Column) -> dict[str, str]:
         """Return the keys of the rows of a table that are left out, with the name whose value leaves them out."""
         address = str(column.place.address)
-        pairs = ((name, rows) for (name, where), rows in self._rows.items() if address.startswith(f"{where}/"))
-        return {column.text_of(bound): name for name, rows in pairs for bound in rows}
+        tables = (found for where, found in self._rows.items() if address.startswith(f"{where}/"))
+        rows = [(column.text_of(bound), name) for found in tables for bound, name in found]
+        kept = {text for text, name in rows if not name}
+        return {text: name for text, name in rows if name and text not in kept}
 
     def has_trace(self, environment: Mapping[str, Any]) -> bool:
         """Return whether a trace is kept; refuse one that lacks a value which a line gives to traces."""

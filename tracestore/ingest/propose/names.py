@@ -145,7 +145,8 @@ def _pieces_of_ids(names: Iterable[str]) -> set[str]:
     found: set[str] = set()
     for runs in columns.values():
         forms = {re.sub(r"[a-f]+", "a", re.sub(r"\d+", "0", run)) for run in runs}
-        is_random = len(forms) > 1 or not forms <= {"0", "a", "a0"}
+        # Of one form, as 001a and 002b or c1a0 and c2a1, they may be numbers of several things.
+        is_random = len(forms) > 1 or (len(runs) == 1 and not forms <= {"0", "a", "a0"})
         if is_random and len({len(run) for run in runs}) == 1 and all(map(_HEX.fullmatch, runs)):
             found |= runs
     return found

@@ -147,8 +147,8 @@ class Case:
             found.append("no word says that the vectors are those of the last token")
         own = self.frame.leaf
         leaves = [leaf for leaf in self.places.observation.leaves if (leaf.files, leaf.rank) == (own.files, own.rank)]
-        words = set[str]().union(*(words_of(leaf.key) for leaf in leaves))
-        if {"residual", "hidden"} <= words:
+        halves = [{"residual", "hidden"} & set(words_of(leaf.key)) for leaf in leaves]
+        if {"residual"} in halves and {"hidden"} in halves:
             found.append(
                 "a residual next to hidden states: of two halves, as layers of vLLM return, the sum is the state"
             )

@@ -107,6 +107,17 @@ def test_a_trace_whose_rows_are_all_left_out_is_not_stored_without_a_label(tmp_p
     assert "keep.status: 1 trace" in text
 
 
+def test_a_kept_row_without_an_optional_value_keeps_its_trace(tmp_path):
+    for k in range(2):
+        save(tmp_path / f"in/h/q{k}.npy", states(2, 4, 8, seed=k))
+    rows = [("q0", "ok", 1, "why"), ("q1", "ok", 0, None), ("q1", "error", 1, "why")]
+    table(tmp_path / "in/t.json", [dict(zip(("qid", "status", "ok", "why"), row, strict=True)) for row in rows])
+
+    traces, _ = logged(tmp_path, BY_ROWS | {"question": "t.json : [id=qid, status=status]/why"})
+
+    assert {name: trace.scores["is_correct"] for name, trace in traces.items()} == {"q0": 1.0, "q1": 0.0}
+
+
 def test_names_of_files(tmp_path):
     for k, row in enumerate(TRIES):
         save(tmp_path / f"in/{row['status']}/{row['qid']}_{row['n']}.npy", states(2, 4, 8, seed=k))
