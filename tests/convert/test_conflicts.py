@@ -432,3 +432,54 @@ def test_a_value_that_a_file_of_a_built_in_layout_loses_is_a_conflict(tmp_path, 
     (state, scores, label, group) = before["q0", 0]
     kept = {} if "is_correct" in lost else scores
     assert found_values(store)["q0", 0] == (state, kept, label, "" if "group" in lost else group)
+
+
+def only_last(trace, **values):
+    """Return a trace with the states of its last token alone."""
+    last = np.stack(trace["hidden_states"])[:, -1]
+    return {"question_id": trace["question_id"], "last_token": last, **values}
+
+
+JUDGED = {"is_correct": 1, "group": "g"}
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one run", "two runs"])
+@pytest.mark.parametrize("first", ["states", "last token"])
+@pytest.mark.parametrize("choice", ["error", "keep-last"])
+def test_a_file_that_completes_a_trace_takes_no_value_away(tmp_path, data, choice, first, together):
+    """Whichever file has the values, and whichever is read first."""
+    trace = make_trace(0)
+    files = [trace | JUDGED, only_last(trace)] if first == "states" else [only_last(trace), trace | JUDGED]
+    for k, found in enumerate(files):
+        write_pickle(data / f"{k}.pkl", [found])
+        if k == 0 and not together:
+            convert(data, tmp_path / "s.zarr", "--attention", "mean")
+
+    convert(data, tmp_path / "s.zarr", "--attention", "mean", "--on-conflict", choice)
+
+    stored = tracestore.open(tmp_path / "s.zarr")
+    assert stored[0].scores == {"is_correct": 1.0} and stored[0].group == "g"
+
+
+def test_a_conflict_of_labels_alone_replaces_no_trace(tmp_path, data):
+    trace = make_trace(0)
+    write_pickle(data / "1.pkl", [only_last(trace, label=1, is_correct=0, group="g")])
+    convert(data, tmp_path / "s.zarr", "--attention", "mean")
+    write_pickle(data / "2.pkl", [trace | {"label": 0}])
+
+    convert(data, tmp_path / "s.zarr", "--attention", "mean", "--on-conflict", "keep-last")
+
+    (stored,) = tracestore.open(tmp_path / "s.zarr")
+    assert (stored.label, stored.group, stored.scores) == (0, "g", {"is_correct": 0.0})
+
+
+def test_groups_of_the_command_score_stay_when_a_file_grows(tmp_path, data):
+    write_pickle(data / "a.pkl", [make_trace(0) | {"label": 1}])
+    convert(data, tmp_path / "s.zarr")
+    (tmp_path / "s.csv").write_text("question_id,score,group\nq0,0.3,g\n")
+    command("score", tmp_path / "s.zarr", "--scores", tmp_path / "s.csv", check=0)
+    write_pickle(data / "a.pkl", [make_trace(0) | {"label": 1}, make_trace(1) | {"label": 0}])
+
+    convert(data, tmp_path / "s.zarr")
+
+    assert [trace.group for trace in tracestore.open(tmp_path / "s.zarr")] == ["g", ""]

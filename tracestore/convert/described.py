@@ -29,9 +29,8 @@ from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock
 from tracestore.words import plural
 
-Find = Callable[[str, int], int]
-
 _LABEL = "label"
+_OF_LAYOUT = " of the layout"
 _COPY = re.compile(r"( \(\d+\)|[-_ .](checkpoint|copy ?\d*|bak|backup|old|orig))+$", re.IGNORECASE)
 
 
@@ -73,6 +72,7 @@ class DescribedRun:
         self._directions = {n: d for part in parts for n, d in part.directions.items()}
         # A layout that is stated, proved or kept, and not built in, is kept in the store.
         own = [part for part in parts if part.kept_text is not None]
+        self._has_own = bool(own)
         self._own = {name for part in own for name in part.directions}
         self.judgments = [name for name in JUDGMENTS if name in self._own]
         self._counts_new = is_builtin and not own
@@ -132,7 +132,10 @@ class DescribedRun:
         stated = frozenset[str]() if source.described is None else source.described.stated
         origins = {name: field.source for name, field in writer.attributes.scores.items()}
         of_files = {name for name in stated if origins.get(score_of(name)) == _origin(name)}
-        self._stated = stated & {"group", *self._own, *of_files}
+        # Groups have no origin: with scores of another command they may be its own.
+        if self._has_own or all(origin is None or origin.endswith(_OF_LAYOUT) for origin in origins.values()):
+            of_files.add("group")
+        self._stated = stated & {*self._own, *of_files}
 
     def lacks_lines(self) -> bool:
         """Return whether the sources that were read have nothing for a line or an entry, which others may have."""
@@ -185,32 +188,42 @@ class DescribedRun:
             if field is not None:
                 self._define(writer, field)
 
-    def added_block(self, block: TraceBlock, find: Find) -> None:
+    def added_block(self, block: TraceBlock) -> None:
         """Do added() for each trace of a block, all of which are new."""
         self._has_new = True
         self._groups |= {key: group for key, group in zip(block.keys, block.groups, strict=True) if group}
         has_label, *has_score = block.has_value.sum(axis=0).tolist()
         if any(has_score) or (has_label and not self.is_builtin):
             for k in range(len(block)):
-                self.added(block.record(k), find, is_new=True)
+                self.added(block.record(k), is_new=True)
             return
         self._num_traces += len(block)
         labels = Counter(block.values[block.has_value[:, 0], 0].tolist())
         for label, count in labels.items():
             self._counts[_LABEL][_kind_of(label)] += count
 
-    def added(self, record: TraceRecord, find: Find, *, is_new: bool, is_replaced: bool = False) -> None:
+    def added(
+        self,
+        record: TraceRecord,
+        *,
+        is_new: bool,
+        is_known: bool = False,
+        is_replaced: bool = False,
+        may_lose: bool = False,
+    ) -> None:
         """Keep the labels of a stored trace that a table gives, or that replace those of the same trace.
 
         Parameters
         ----------
         record : TraceRecord
-        find : callable
-            Return the position of an id and sample in the store, or -1.
         is_new : bool
             False for a copy.
+        is_known : bool
+            Whether the store, or a source of the next commit, has had its key before.
         is_replaced : bool
             Whether it is stored instead of another trace, with other content.
+        may_lose : bool
+            Whether no source that is not there may have given the stored values.
 
         Raises
         ------
@@ -226,7 +239,8 @@ class DescribedRun:
         found = {**record.scores, **own, **deferred}
         for name, value in found.items():
             self._counts[name][_kind_of(value)] += is_counted
-        missing = dict.fromkeys({score_of(name) for name in self._stated - {"group"}} - found.keys(), math.nan)
+        stated = self._stated if may_lose else set[str]()
+        missing = dict.fromkeys({score_of(name) for name in stated - {"group"}} - found.keys(), math.nan)
         if is_replaced:
             self._labels[key] = {}
             self._groups.pop(key, None)
@@ -239,15 +253,13 @@ class DescribedRun:
                 position=record.position,
                 field="group",
             )
-        # A trace that replaces another one is new, and its key is known.
-        is_known = not is_new or key in self._labels or find(*key) >= 0
-        if key in self._labels and not is_new:
+        if key in self._labels:
             found = _merged(self._labels[key], found, record)
         if found:
             self._labels[key] = found
         if deferred or is_known:
             self._deferred[key] = missing | found
-            if "group" in self._stated:
+            if "group" in stated:
                 self._without_group.add(key)
 
     def _add_states(self, packed: PackedTrace) -> None:
@@ -364,7 +376,7 @@ class DescribedRun:
 
 def _origin(name: str) -> str:
     """Return where the values of a score come from, as the store keeps it."""
-    return f"{name} of the layout"[:1024]
+    return f"{name[: 1024 - len(_OF_LAYOUT)]}{_OF_LAYOUT}"
 
 
 def _kind_of(value: float) -> str:

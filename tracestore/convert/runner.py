@@ -489,7 +489,8 @@ class Conversion:
     ) -> None:
         """Add a trace to the open source, or to the refused ones."""
         record, conflicts = packed.record, writer.num_source_conflicts
-        known = writer.index.find(record.question_id, record.sample)
+        key = record.question_id, record.sample
+        known, is_pending = writer.index.find(*key), writer.is_pending(key)
         try:
             if not self.described.keeps_copies:
                 self._shared.check_copy(packed)
@@ -500,9 +501,16 @@ class Conversion:
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
             is_new = writer.append_packed(packed, scores=scores, group=group)
             is_conflict = writer.num_source_conflicts > conflicts
-            if not is_conflict or self._options.on_conflict == "keep-last":  # else it is left out with its values
-                is_replaced = is_new and is_conflict
-                self.described.added(record, writer.index.find, is_new=is_new, is_replaced=is_replaced)
+            if (
+                is_new or not is_conflict or self._options.on_conflict == "keep-last"
+            ):  # else it is left out with its values
+                self.described.added(
+                    record,
+                    is_new=is_new,
+                    is_known=known >= 0 or is_pending,
+                    is_replaced=writer.has_replaced,
+                    may_lose=known >= 0 and not self._shared.has_absent(known),
+                )
                 if known >= 0:
                     self._check_shared(writer, record, known, added, is_conflict=is_conflict)
         except InvalidInputError as error:
@@ -531,7 +539,7 @@ class Conversion:
         if fits and self._shared.fits(block) and self.scoring.fits(block) and writer.fits(block):
             self.scoring.add_block(writer, block)
             writer.append_block(block)
-            self.described.added_block(block, writer.index.find)
+            self.described.added_block(block)
             added.count_block(block)
             return
         for packed in block:

@@ -69,6 +69,10 @@ class SharedTraces:
         if is_changed:
             self._outdated |= self._absent if owner in self._order else {owner, *self._absent}
 
+    def has_absent(self, index: int) -> bool:
+        """Return whether a source that is not there has a committed trace, or may have it."""
+        return bool(self._absent) or self._writer.source_of(index) not in self._order
+
     def check_copy(self, packed: PackedTrace) -> None:
         """Account for a trace that may be a copy of a committed one with another id (rule 10b); see check()."""
         index, question_id = self._writer.index, packed.record.question_id

@@ -100,6 +100,7 @@ class Changes:
     def _advance(self, generation: PinnedGeneration) -> None:
         """Continue without changes from the generation that they have become."""
         num_known = self.manifest.num_sources
+        self._past = self._keys.past | self._past
         self.num_added += len(self._pending.rows)
         self._generation.close()
         self._start(generation, num_known)
@@ -219,6 +220,11 @@ class Changes:
     def num_source_conflicts(self) -> int:
         """Number of traces of the open source whose key existed with different content."""
         return self._keys.num_conflicts
+
+    @property
+    def has_replaced(self) -> bool:
+        """True if the last trace has replaced one with other content."""
+        return self._keys.has_replaced
 
     def _begin(self, source: PendingSource) -> None:
         """Begin a source."""

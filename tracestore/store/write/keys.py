@@ -71,11 +71,17 @@ class KeyResolver:
         past: dict[int, tuple[ComparedTrace, TraceValues]],
     ) -> None:
         self._files, self._index, self._paths, self._pending = files, index, paths, pending
-        self.on_conflict, self._read_columns, self._past = on_conflict, read_columns, past
+        self.on_conflict, self._read_columns, self._earlier = on_conflict, read_columns, past
+        self.past: dict[int, tuple[ComparedTrace, TraceValues]] = {}
         self._kept: TraceValues | None = None  # values that the resolved trace leaves a key
         self.num_conflicts = 0
         self._undo: list[Callable[[], None]] = []
         self._segments: dict[int, SegmentReader] = {}  # committed segments that were compared with
+
+    @property
+    def has_replaced(self) -> bool:
+        """True if the last trace of resolve_new() replaces one with other content."""
+        return self._kept is not None
 
     def begin_source(self, undo: list[Callable[[], None]]) -> None:
         """Begin a source. `undo` receives a function for each change; their reverse order reverts the source."""
@@ -148,13 +154,13 @@ class KeyResolver:
         Of two files with a trace, which are both read again, the second one replaces the first every time.
         """
         columns, index = self._read_columns(), self._index.find(trace.record.question_id, trace.record.sample)
-        if index >= 0 and index not in self._past:
+        if index >= 0 and index not in self._earlier and index not in self.past:
             graph, sequence = (
                 self._stored_crc(stored, name) if stored[f"{name}_segment"] >= 0 else 0 for name in mf.GROUP_NAMES
             )
             values = TraceValues(columns.scores_of(index), float(columns.labels[index]), columns.group(index))
-            self._past[index] = ComparedTrace(graph, sequence, self._stored_fields(stored)), values
-        content, values = self._past.get(index, (None, TraceValues()))
+            self.past[index] = ComparedTrace(graph, sequence, self._stored_fields(stored)), values
+        content, values = self._earlier.get(index) or self.past.get(index, (None, TraceValues()))
         scores = dict.fromkeys(columns.scores, math.nan)
         if content != ComparedTrace.of(trace):
             return TraceValues(scores, math.nan, "")
