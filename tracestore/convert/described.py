@@ -209,7 +209,7 @@ class DescribedRun:
         is_new: bool,
         is_known: bool = False,
         is_replaced: bool = False,
-        may_lose: bool = False,
+        loses: bool = False,
     ) -> None:
         """Keep the labels of a stored trace that a table gives, or that replace those of the same trace.
 
@@ -222,7 +222,7 @@ class DescribedRun:
             Whether the store, or a source of the next commit, has had its key before.
         is_replaced : bool
             Whether it is stored instead of another trace, with other content.
-        may_lose : bool
+        loses : bool
             Whether no source that is not there may have given the stored values.
 
         Raises
@@ -239,7 +239,7 @@ class DescribedRun:
         found = {**record.scores, **own, **deferred}
         for name, value in found.items():
             self._counts[name][_kind_of(value)] += is_counted
-        stated = self._stated if may_lose else set[str]()
+        stated = self._stated if loses else set[str]()
         missing = dict.fromkeys({score_of(name) for name in stated - {"group"}} - found.keys(), math.nan)
         if is_replaced:
             self._labels[key] = {}

@@ -509,7 +509,7 @@ class Conversion:
                     is_new=is_new,
                     is_known=known >= 0 or is_pending,
                     is_replaced=writer.has_replaced,
-                    may_lose=known >= 0 and not self._shared.has_absent(known),
+                    loses=known >= 0 and not self._shared.has_absent(known),
                 )
                 if known >= 0:
                     self._check_shared(writer, record, known, added, is_conflict=is_conflict)
