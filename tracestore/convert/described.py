@@ -195,22 +195,14 @@ class DescribedRun:
         has_label, *has_score = block.has_value.sum(axis=0).tolist()
         if any(has_score) or (has_label and not self.is_builtin):
             for k in range(len(block)):
-                self.added(block.record(k), is_new=True)
+                self.added(block.record(k), is_new=True, is_known=False, is_replaced=False, loses=False)
             return
         self._num_traces += len(block)
         labels = Counter(block.values[block.has_value[:, 0], 0].tolist())
         for label, count in labels.items():
             self._counts[_LABEL][_kind_of(label)] += count
 
-    def added(
-        self,
-        record: TraceRecord,
-        *,
-        is_new: bool,
-        is_known: bool = False,
-        is_replaced: bool = False,
-        loses: bool = False,
-    ) -> None:
+    def added(self, record: TraceRecord, *, is_new: bool, is_known: bool, is_replaced: bool, loses: bool) -> None:
         """Keep the labels of a stored trace that a table gives, or that replace those of the same trace.
 
         Parameters
