@@ -11,7 +11,7 @@ from typing import Any
 from tracestore.errors import escape_unprintable
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.propose.drafts import Draft
-from tracestore.ingest.propose.proofs import NUMBER_OF_TRACES, PASSES, PROOFS_OF_S
+from tracestore.ingest.propose.proofs import NUMBER_OF_TRACES, PADDING, PASSES, PROOFS_OF_S
 from tracestore.ingest.propose.trials import Outcome, is_padded_by
 from tracestore.store.format.labels import CORRECT
 from tracestore.words import plural
@@ -94,6 +94,8 @@ def _not_shown(layout: Layout, draft: Draft, outcome: Outcome) -> list[str]:
     if outcome.varies and outcome.has_whole_rows and "S.mask" in layout.addresses:
         shown.add(NUMBER_OF_TRACES)
     unproved = [text for text in draft.unproved if text not in shown]
+    if outcome.may_be_padded and PADDING not in unproved:
+        unproved.append(PADDING)
     if outcome.has_gaps:
         unproved.append("L: tokens are zero in some layers alone: texts of several lengths, or files that lack an end")
     if outcome.has_copies:

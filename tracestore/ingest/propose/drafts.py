@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation
@@ -164,10 +166,14 @@ class Drafter:
     def _fields(self, states: Meaning, identity: Identity, frame: Frame, used: list[Meaning]) -> list[list[_Choice]]:
         """Return the lines that each field but the labels may have; add the leaves that have one to `used`."""
         found: dict[str, tuple[Meaning, list[Line]]] = {}
-        # Leaves next to the states come first.
-        for meaning in sorted(self.meanings, key=lambda m: (m.leaf.files != states.leaf.files, -m.num_words, m.order)):
+        padded = {m.leaf.place: num for m in self.meanings if (num := self._num_padded(m, identity, frame)) is not None}
+        # Lengths that leave out tokens come first, then leaves next to the states.
+        for meaning in sorted(
+            self.meanings,
+            key=lambda m: (-padded.get(m.leaf.place, 0), m.leaf.files != states.leaf.files, -m.num_words, m.order),
+        ):
             name = meaning.field
-            if meaning is states or name in found or name not in _FIELDS:
+            if meaning is states or name in found or name not in _FIELDS or padded.get(meaning.leaf.place, 0) < 0:
                 continue
             if name == "question_id" and not _needs_id(meaning, identity):
                 continue
@@ -177,6 +183,23 @@ class Drafter:
         found = {name: value for name, value in found.items() if not _is_superfluous(name, frame, has_tokens)}
         used += [meaning for meaning, _ in found.values()]
         return [[(name, line) for line in lines] for name, (_, lines) in found.items()]
+
+    def _num_padded(self, meaning: Meaning, identity: Identity, frame: Frame) -> int | None:
+        """Return how many tokens lengths of single traces leave out at most, -1 if they count others; None without."""
+        if meaning.field != "S.lengths" or not {"N", "(N S)"}.isdisjoint(frame.axes):
+            return None
+        leaf = self.places.with_ids(meaning.leaf, identity)
+        if "S" not in frame.axes or frame.has_passes or not SAYING["generated"].isdisjoint(words_of(leaf.key)):
+            return -1
+        counts = [np.ravel(spot.value) for spot in leaf.spots]
+        pairs = zip(leaf.spots, counts, strict=True)
+        left = [
+            (sizes["S"] or 0) - int(count[0])
+            for spot, count in pairs
+            if count.size == 1 and count[0] is not None
+            for sizes in frame.matching(leaf, spot)
+        ]
+        return max(left, default=-1) if min(left, default=-1) >= 0 else -1
 
     def _verdicts(self, identity: Identity, frame: Frame, used: list[Meaning]) -> list[list[_Choice]]:
         """Return the lines that labels and scores may have, under each field that they may be."""
@@ -271,8 +294,6 @@ def _is_superfluous(name: str, frame: Frame, has_tokens: bool) -> bool:
     """Return whether a field says nothing in addition to the others."""
     if name == "prompt_length":
         return not has_tokens  # rule 16
-    if name == "S.lengths":
-        return not frame.has_tokens or not {"N", "(N S)"} & set(frame.axes)
-    if name in RANGES:
+    if name in RANGES and name != "S.lengths":
         return "(N S)" not in frame.axes
-    return name in ("S.mask", *schema.PER_TOKEN_FIELDS) and not frame.has_tokens
+    return name in ("S.mask", "S.lengths", *schema.PER_TOKEN_FIELDS) and not frame.has_tokens

@@ -24,6 +24,8 @@ _ALL_LAYERS = frozenset(
 )
 # What a mask proves whose rows differ and leave whole rows of attention.
 NUMBER_OF_TRACES = "N: no ids, questions, answers or lengths give the number of traces"
+# What masks and lengths prove of stacks, and of single traces that look padded.
+PADDING = "S: nothing tells tokens from padding"
 # What passes of generation prove: one of several tokens, then of one token each, as many as the answer has.
 PASSES = "S: nothing tells passes of generation from parts of a text"
 
@@ -93,10 +95,14 @@ class Case:
         files = self.frame.leaf.files
         return sorted(name for name, line in self.lines.items() if not line.address.startswith(files))
 
+    @property
+    def _is_stacked(self) -> bool:
+        return not {"N", "(N S)"}.isdisjoint(self.frame.axes)
+
     @cached_property
     def _is_one_text(self) -> bool:
         """Return whether each trace has one row of tokens, one length or one answer, and no list of texts."""
-        is_one = self._has("tokens", "tokens_decoded", "S.mask", *RANGES)
+        is_one = self._has("tokens", "tokens_decoded", "S.mask", *(RANGES if self._is_stacked else ()))
         if self.identity.mode == "stack":
             return is_one or (self._has(*_ANSWERS) and self._has("question_id"))
         is_one |= self.identity.mode == "ids" and self._has(*_ANSWERS)
@@ -126,7 +132,7 @@ class Case:
         """Return what the names of files leave open: the id of a trace, a row that is its own, the class of answers."""
         found = []
         files = self.frame.leaf.files
-        if self.identity.mode == "stack" and not {"N", "(N S)"} & set(self.frame.axes):
+        if self.identity.mode == "stack" and not self._is_stacked:
             if len(self.places.observation.files[files]) > 1:
                 found.append("the names of the files are no ids")
             elif any(" : []" in self.lines[name].address for name in self._others):
@@ -181,11 +187,11 @@ class Case:
         16), and in a stack by a mask or lengths (rule 17); T by passes (rule 3).
         """
         found = []
-        if {"N", "(N S)"} & set(self.frame.axes):
+        if self._is_stacked:
             if not self._has("question_id", *TEXTS, "S.lengths", "S.offsets"):
                 found.append(NUMBER_OF_TRACES)
             if "S" in self.frame.axes and not self._has("S.mask", "S.lengths") and None not in self.frame.num_tokens:
-                found.append("S: nothing tells tokens from padding")
+                found.append(PADDING)
         if self._has("tokens") and "T" in self.lines["tokens"].axes and not self.frame.has_passes:
             found.append("tokens: one id more than states")
         if self.name == "hidden_states" and not self._proves_tokens():
@@ -236,7 +242,8 @@ class Case:
             keys = {"_".join(words_of(m.leaf.key)) for m in same} - {name}
             if self._has(name) and (keys & SAYING["vague texts"] or (len(same) > 1 and len(keys) == len(same))):
                 found.append(f"{name}: another text may be meant: {', '.join(sorted(keys))}")
-        if self._has("prompt_length") and self._has("S.mask", "S.lengths"):
+        # The reading compares the lengths of prompts and of single traces.
+        if self._has("prompt_length") and self._has("S.mask", *["S.lengths"] * self._is_stacked):
             found.append("prompt_length: it may count padding")
         scores = sorted(name for name in self.lines if name.startswith(("correctness.", "hallucination.")))
         if len(scores) > 1:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, TracestoreError, error_location, escape_unprintable
+from tracestore.ingest.execute.arrays import check_ends
 from tracestore.ingest.execute.axes import numbers_of
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.layout.fields import score_of
@@ -53,6 +55,8 @@ class Outcome:
         Whether two traces have equal states of several tokens.
     has_passes : bool
         Whether each trace has passes of generation: one of several tokens, then of one; their number differs.
+    may_be_padded : bool
+        Whether single traces begin or end with one id twice, or equal states, as padded ones do.
     moved : list of str
         The fields of other files that are joined in order, where the ids are the numbers of rows in another order.
     digest : bytes
@@ -73,6 +77,7 @@ class Outcome:
     has_gaps: bool = False
     has_copies: bool = False
     has_passes: bool = False
+    may_be_padded: bool = False
     moved: list[str] = field(default_factory=list)
     digest: bytes = b""
 
@@ -104,6 +109,9 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     sizes: list[tuple[int, int]] = []  # of each trace: tokens, and those of the prompt
     states: list[bytes] = []
     ids: list[str] = []
+    ends: Counter[tuple[int, Any]] = Counter()
+    is_of_items = {"N", "(N S)"}.isdisjoint(layout.addresses[layout.states][0].axes or ())
+    has_ends = is_of_items and layout.settings.get("S.padding") != "none"
     digest = hashlib.blake2b(str(sorted(layout.directions().items())).encode())
     try:
         for record in _records(execution, outcome):
@@ -112,6 +120,8 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
             states.append(hashlib.blake2b(_content(record.hidden)).digest())
             digest.update(states[-1] + _content([getattr(record, name) for name in _VALUES]))
             _look_at(record, outcome)
+            if has_ends and record.hidden is not None:
+                ends.update(_doubled_ends(record, record.hidden))
             found = {**record.scores, **record.deferred_scores, "label": record.label}
             for name, values in labels.items():
                 value = found.get(name, found.get(score_of(name)))
@@ -124,6 +134,8 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
         execution.release()
     outcome.num_tokens = (min(sizes)[0], max(sizes)[0])
     outcome.has_passes = all(prompt > 1 for _, prompt in sizes) and len({size - prompt for size, prompt in sizes}) > 1
+    # An answer may end with one id twice: of traces that a program filled to one length, several do, or all are as long.
+    outcome.may_be_padded = bool(ends) and (not outcome.varies or max(ends.values()) > 1)
     outcome.moved = _moved(execution.plan, ids, is_partial=outcome.is_partial)
     outcome.digest = digest.digest()
     outcome.has_copies = not outcome.is_last_token and len(set(states)) < len(states)
@@ -198,6 +210,18 @@ def _look_at(record: TraceRecord, outcome: Outcome) -> None:
     outcome.has_last_ids &= ids is None or (len(ids) > record.num_tokens and ids[-1] not in ids[-2:-1])
     outcome.has_whole_rows &= bool(sums) and all(np.allclose(one, 1, atol=0.02) for one in sums)
     outcome.has_gaps |= any(not numbers_of(layer).any(-1).all() for layer in record.hidden or ())
+
+
+def _doubled_ends(record: TraceRecord, layers: Sequence[np.ndarray]) -> Iterator[tuple[int, Any]]:
+    """Yield the ends of a trace at which two tokens have one id or text, with it; those with equal states as often as two."""
+    for values in (record.tokens, record.tokens_decoded):
+        own = list(values[: record.num_tokens]) if values is not None else []
+        pairs = (own[:2], own[-2:]) if len(set(own)) > 1 else ()  # ids that are all equal say nothing
+        yield from ((k, pair[0]) for k, pair in enumerate(pairs) if pair[0] == pair[1])
+    try:
+        check_ends(layers, "hidden_states")
+    except InvalidInputError:
+        yield from [(0, None)] * 2
 
 
 def _content(value: Any) -> bytes:
