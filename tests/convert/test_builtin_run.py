@@ -20,6 +20,7 @@ from tests.helpers import (
     write_pickle,
     write_scores,
 )
+from tracestore.errors import InvalidInputError
 
 
 @pytest.fixture
@@ -240,3 +241,42 @@ def test_ignore_alone_with_equal_names_in_two_folders(tmp_path):
 
     assert "--field 'ignore = extra.npy' leaves it out" in refused
     assert sorted(tracestore.open(tmp_path / "s.zarr").question_ids) == ["q0", "q1"]
+
+
+def padded(k, name, *, is_left=False, texts=False):
+    """Return a trace of 4 + k tokens and padding up to 8, with its length under a name."""
+    own, rest = list(range(5, 9 + k)), [0] * (4 - k)
+    ids = rest + own if is_left else own + rest
+    trace = {
+        "question_id": f"q{k}",
+        "hidden_states": list(np.random.default_rng(k).normal(size=(4, 8, 12)).astype("f4")),
+    }
+    return trace | ({"tokens_decoded": [f"w{i}" for i in ids]} if texts else {"tokens": np.array(ids)}) | {name: 4 + k}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["length", "seq_len", "seq_length", "sequence_length", "num_tokens", "n_tokens", "valid_length"],
+)
+@pytest.mark.parametrize("options", [{}, {"is_left": True}, {"texts": True}], ids=["right", "left", "texts"])
+@pytest.mark.parametrize("is_list", [True, False])
+def test_padding_by_a_length_next_to_it_is_refused(tmp_path, folder, name, options, is_list):
+    traces = [padded(k, name, **options) for k in range(3)]
+    if is_list:
+        write_pickle(folder / "a.pkl", traces)
+    else:
+        for trace in traces:
+            write_pickle(folder / f"{trace['question_id']}.pkl", trace)
+    with pytest.raises(InvalidInputError, match=f"{name}: found 4, and the others of 8 tokens are equal"):
+        tracestore.convert_files(folder, tmp_path / "s.zarr")
+    tracestore.convert_files(folder, tmp_path / "s.zarr", padding="none")
+    assert {trace.num_tokens for trace in tracestore.open(tmp_path / "s.zarr")} == {8}
+
+
+@pytest.mark.parametrize(
+    "more", [{"length": 8}, {"length": 3}, {"length": 40}, {"length": "long"}, {"tokens": np.arange(9)}]
+)
+def test_lengths_that_leave_out_no_padding_are_extras(tmp_path, folder, more):
+    write_pickle(folder / "a.pkl", [padded(3, "length") | {"tokens": np.arange(8), "length": 8} | more])
+    convert(folder, tmp_path / "s.zarr")
+    assert tracestore.open(tmp_path / "s.zarr")[0].num_tokens == 8

@@ -308,7 +308,8 @@ prompt_length: prompt len, prompt lens, prompt lengths, prompt tokens, num promp
   input len, input lens, input lengths, question length, question len, question lens
 S.mask: attention mask, mask, attn mask, padding mask
 S.lengths: length, lengths, seq lens, seq len, seq lengths, seqlens, num tokens, lens, n tokens,
-  token count, token counts, total tokens, valid tokens, num valid tokens, sequence length, sequence lengths, sequence len
+  token count, token counts, total tokens, valid tokens, num valid tokens, sequence length, sequence lengths, sequence len,
+  seq length, valid length
 S.offsets: offsets, cu seqlens, cu lens, offset, indptr, ptr, row splits
 S.starts: start, starts, begin, row start
 S.ends: end, ends, stop, row end

@@ -12,7 +12,7 @@ COUNTS = ("total_tokens", "token_count")
 
 
 def padded(k, *, num=5, width=8, left=False, **more):
-    """Return a trace with as many tokens of `num` + k as fit into a width, and padding in place of others."""
+    """Return a trace of `num` + k tokens, padded to a width."""
     own, rest = list(range(5, 5 + num + k)), [0] * (width - num - k)
     ids = np.array(rest + own if left else own + rest)
     return {"hidden_states": states(4, width, 12, seed=k), "input_ids": ids, "is_correct": k % 2, **more}
@@ -75,7 +75,8 @@ def test_texts_of_padding(tmp_path):
 
 def test_equal_states_at_one_end(tmp_path):
     items = [{"hidden_states": states(4, 6 + k, 12, seed=k), "is_correct": k % 2} for k in range(3)]
-    items[1]["hidden_states"][:, -2:] = 1.5
+    for item in items[1:]:
+        item["hidden_states"][:, -2:] = 1.5
     write(tmp_path, items, "files")
     refuse(tmp_path, "nothing tells tokens from padding")
 

@@ -3,7 +3,7 @@
 The result is that of `TraceBuilder`, without columns and joins.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Group, Items, NumpyArray
 from tracestore.store.format.schema import ANSWER_FIELDS
+from tracestore.store.vocabulary import SYNONYMS
 from tracestore.store.write.record import TraceRecord
 
 _AXES: dict[str, list[tuple[str, ...]]] = {
@@ -40,6 +41,7 @@ _AXES: dict[str, list[tuple[str, ...]]] = {
 _LETTERS = {"hidden_states": "SD", "attentions": "HSQ", "last_token": "D"}  # of a layer
 _SETTINGS = ("duplicates", "L.what", "L.size")
 _EXTRAS = (str, int, float)
+_LENGTHS = frozenset(name.replace(" ", "_") for name in SYNONYMS["S.lengths"])
 
 
 class _Key(NamedTuple):
@@ -59,6 +61,7 @@ class _Keys(NamedTuple):
     names: list[Any]  # of the fields
     scores: list[_Key]
     rest: list[Any]
+    lengths: list[Any]  # of those that no line names
 
 
 def direct_step(plan: Plan) -> ItemsStep | bool | None:
@@ -115,14 +118,18 @@ class DirectReader:
         The node of the items.
     walk : Walk
         The walk through the file.
+    known : collection of str
+        As of `Execution`.
     """
 
-    def __init__(self, maker: RecordMaker, node: Node, walk: Walk) -> None:
+    def __init__(self, maker: RecordMaker, node: Node, walk: Walk, known: Collection[str]) -> None:
         self._maker, self._node, self._walk = maker, node, walk
         self._states = maker.plan.layout.states
         self._has_more_ids = any(
             p.axes == ("T",) or is_of_sequences(p) for p in maker.plan.others if p.name == "tokens"
         )
+        may_be_padded = self._states == "hidden_states" and "S.padding" not in known
+        self._lengths = _LENGTHS if may_be_padded else frozenset[str]()
         self._seen: dict[tuple[Any, ...], _Keys] = {}
         self._kind: type | None = None  # of the item before: the check of an abstract class takes long
 
@@ -162,6 +169,8 @@ class DirectReader:
         self._maker.set_sample(values, bound.get("sample"))
         stated = None if (found := values.pop("L.ids", None)) is None else found.tolist()
         self._check(values, is_row="N" in bound)
+        for key in keys.lengths:
+            self._check_length(item[key], values, key)
         ids = self._maker.layers.sort(values, {self._states: None, "attentions": None}, stated)
         record = self._maker.record(values, position, is_row="N" in bound)
         if extras:
@@ -181,7 +190,8 @@ class DirectReader:
                     read, plain = self._reader_of(place)
                     of_kind = scores if place.rule.kind == "score" else fields
                     of_kind.append(_Key(key, place, read, plain, node))
-        return _Keys(fields, [entry.key for entry in fields], scores, rest)
+        lengths = [key for key in rest if str(key).lower() in self._lengths]
+        return _Keys(fields, [entry.key for entry in fields], scores, rest, lengths)
 
     def _reader_of(self, place: Place) -> tuple[Callable[[Any, Place], Any], type | None]:
         """Return what reads the values of a place, and the type of those that need no reading."""
@@ -219,6 +229,18 @@ class DirectReader:
             check_ids(tokens, len(states[0]), is_wider=self._has_more_ids, prompt_length=more)
             if is_row and "S.padding" not in settings:
                 check_no_padding(tokens[: len(states[0])])
+
+    def _check_length(self, length: Any, values: Mapping[str, Any], key: str) -> None:
+        """Refuse a length that leaves out one id or text alone, at one end: the item is padded, by its own words."""
+        tokens = values.get("tokens", values.get("tokens_decoded", ()))[: len(values[self._states][0])]
+        if type(length) is not int or not 0 < length < len(tokens):
+            return
+        if 1 in (len(set(tokens[length:])), len(set(tokens[:-length]))):
+            raise InvalidInputError(
+                f"found {length}, and the others of {len(tokens)} tokens are equal: padding? --padding none, or S.padding = "
+                '"none" in a layout, states that they belong to the trace',
+                field=key,
+            )
 
     def _scores(self, item: Group, keys: list[_Key]) -> Iterator[tuple[str, Any, bool]]:
         for key, place, _, _, node in keys:

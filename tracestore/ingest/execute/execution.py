@@ -50,6 +50,8 @@ class Execution:
         a built-in layout have one.
     has_scores_file : bool
         Whether a scores file replaces the labels and scores in the items of traces, which then become extras.
+    known : collection of str
+        The names of the settings that a user states.
     looks : FirstLooks, optional
         Files that are still open because they were looked at.
 
@@ -69,9 +71,10 @@ class Execution:
         check: Callable[[str, str, Value], Value] | None = None,
         *,
         has_scores_file: bool = False,
+        known: Collection[str] = (),
         looks: FirstLooks | None = None,
     ) -> None:
-        self.layout, self.plan, self._has_scores_file = plan.layout, plan, has_scores_file
+        self.layout, self.plan, self._has_scores_file, self._known = plan.layout, plan, has_scores_file, known
         self._check = check or (lambda _text, _name, root: root)
         # Lines of a built-in layout may find nothing. The writer tells its repeated ids apart, as those of all other
         # files (--on-conflict).
@@ -228,7 +231,7 @@ class Execution:
             with error_location(file.name), self._open(file.path, scratch) as opened:
                 value = self._check(text, file.name, opened)
                 walk = Walk(file.name, on_unclaimed)
-                reader = DirectReader(maker, root if step is None else root.child(step), walk)
+                reader = DirectReader(maker, root if step is None else root.child(step), walk, self._known)
                 for item, bound in walk.items(root, step, value, {**file.bound, "file": file.name}):
                     yield partial(reader.record, item, bound)
                     del item

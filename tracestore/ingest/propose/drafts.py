@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation
@@ -191,12 +189,10 @@ class Drafter:
         leaf = self.places.with_ids(meaning.leaf, identity)
         if "S" not in frame.axes or frame.has_passes or not SAYING["generated"].isdisjoint(words_of(leaf.key)):
             return -1
-        counts = [np.ravel(spot.value) for spot in leaf.spots]
-        pairs = zip(leaf.spots, counts, strict=True)
         left = [
-            (sizes["S"] or 0) - int(count[0])
-            for spot, count in pairs
-            if count.size == 1 and count[0] is not None
+            (sizes["S"] or 0) - int(spot.value[0] if leaf.rank else spot.value)
+            for spot in leaf.spots
+            if spot.value not in (None, [None]) and {1}.issuperset(spot.dims)
             for sizes in frame.matching(leaf, spot)
         ]
         return max(left, default=-1) if min(left, default=-1) >= 0 else -1

@@ -110,8 +110,8 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     states: list[bytes] = []
     ids: list[str] = []
     ends: Counter[tuple[int, Any]] = Counter()
-    is_of_items = {"N", "(N S)"}.isdisjoint(layout.addresses[layout.states][0].axes or ())
-    has_ends = is_of_items and layout.settings.get("S.padding") != "none"
+    axes = {*(layout.addresses[layout.states][0].axes or ())}
+    has_ends = axes.isdisjoint(("N", "(N S)")) and layout.settings.get("S.padding") != "none"
     digest = hashlib.blake2b(str(sorted(layout.directions().items())).encode())
     try:
         for record in _records(execution, outcome):
@@ -120,8 +120,8 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
             states.append(hashlib.blake2b(_content(record.hidden)).digest())
             digest.update(states[-1] + _content([getattr(record, name) for name in _VALUES]))
             _look_at(record, outcome)
-            if has_ends and record.hidden is not None:
-                ends.update(_doubled_ends(record, record.hidden))
+            if has_ends:
+                ends.update(_doubled_ends(record, () if "P" in axes else record.hidden or ()))
             found = {**record.scores, **record.deferred_scores, "label": record.label}
             for name, values in labels.items():
                 value = found.get(name, found.get(score_of(name)))
@@ -213,13 +213,16 @@ def _look_at(record: TraceRecord, outcome: Outcome) -> None:
 
 
 def _doubled_ends(record: TraceRecord, layers: Sequence[np.ndarray]) -> Iterator[tuple[int, Any]]:
-    """Yield the ends of a trace at which two tokens have one id or text, with it; those with equal states as often as two."""
-    for values in (record.tokens, record.tokens_decoded):
-        own = list(values[: record.num_tokens]) if values is not None else []
+    """Yield the ends of a trace at which two tokens have one id or text, with it; of states alone equal ones, twice."""
+    found = [
+        list(values[: record.num_tokens]) for values in (record.tokens, record.tokens_decoded) if values is not None
+    ]
+    for own in found:
         pairs = (own[:2], own[-2:]) if len(set(own)) > 1 else ()  # ids that are all equal say nothing
         yield from ((k, pair[0]) for k, pair in enumerate(pairs) if pair[0] == pair[1])
     try:
-        check_ends(layers, "hidden_states")
+        if layers and not found:
+            check_ends(layers, "hidden_states")
     except InvalidInputError:
         yield from [(0, None)] * 2
 
