@@ -94,7 +94,7 @@ def _not_shown(layout: Layout, draft: Draft, outcome: Outcome) -> list[str]:
     if outcome.varies and outcome.has_whole_rows and "S.mask" in layout.addresses:
         shown.add(NUMBER_OF_TRACES)
     unproved = [text for text in draft.unproved if text not in shown]
-    if outcome.may_be_padded and PADDING not in unproved:
+    if outcome.may_be_padded:
         unproved.append(PADDING)
     if outcome.has_gaps:
         unproved.append("L: tokens are zero in some layers alone: texts of several lengths, or files that lack an end")

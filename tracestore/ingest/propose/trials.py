@@ -55,8 +55,8 @@ class Outcome:
         Whether two traces have equal states of several tokens.
     has_passes : bool
         Whether each trace has passes of generation: one of several tokens, then of one; their number differs.
-    may_be_padded : bool
-        Whether single traces begin or end with one id twice, or equal states, as padded ones do.
+    ends : Counter
+        How many single traces begin or end with one id twice, by the end and the id; see `_doubled_ends`.
     moved : list of str
         The fields of other files that are joined in order, where the ids are the numbers of rows in another order.
     digest : bytes
@@ -77,7 +77,7 @@ class Outcome:
     has_gaps: bool = False
     has_copies: bool = False
     has_passes: bool = False
-    may_be_padded: bool = False
+    ends: Counter[tuple[int, Any]] = field(default_factory=Counter)
     moved: list[str] = field(default_factory=list)
     digest: bytes = b""
 
@@ -85,6 +85,11 @@ class Outcome:
     def varies(self) -> bool:
         """Return whether traces have different numbers of tokens."""
         return self.num_tokens[0] != self.num_tokens[1]
+
+    @property
+    def may_be_padded(self) -> bool:
+        """Return whether single traces end as padded ones do; one of them among several sizes may end with an id twice."""
+        return bool(self.ends) and (not self.varies or max(self.ends.values()) > 1)
 
 
 def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = False) -> Outcome:
@@ -109,9 +114,6 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     sizes: list[tuple[int, int]] = []  # of each trace: tokens, and those of the prompt
     states: list[bytes] = []
     ids: list[str] = []
-    ends: Counter[tuple[int, Any]] = Counter()
-    axes = {*(layout.addresses[layout.states][0].axes or ())}
-    has_ends = axes.isdisjoint(("N", "(N S)")) and layout.settings.get("S.padding") != "none"
     digest = hashlib.blake2b(str(sorted(layout.directions().items())).encode())
     try:
         for record in _records(execution, outcome):
@@ -120,8 +122,7 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
             states.append(hashlib.blake2b(_content(record.hidden)).digest())
             digest.update(states[-1] + _content([getattr(record, name) for name in _VALUES]))
             _look_at(record, outcome)
-            if has_ends:
-                ends.update(_doubled_ends(record, () if "P" in axes else record.hidden or ()))
+            outcome.ends.update(_doubled_ends(record, layout))
             found = {**record.scores, **record.deferred_scores, "label": record.label}
             for name, values in labels.items():
                 value = found.get(name, found.get(score_of(name)))
@@ -134,8 +135,6 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
         execution.release()
     outcome.num_tokens = (min(sizes)[0], max(sizes)[0])
     outcome.has_passes = all(prompt > 1 for _, prompt in sizes) and len({size - prompt for size, prompt in sizes}) > 1
-    # An answer may end with one id twice: of traces that a program filled to one length, several do, or all are as long.
-    outcome.may_be_padded = bool(ends) and (not outcome.varies or max(ends.values()) > 1)
     outcome.moved = _moved(execution.plan, ids, is_partial=outcome.is_partial)
     outcome.digest = digest.digest()
     outcome.has_copies = not outcome.is_last_token and len(set(states)) < len(states)
@@ -212,8 +211,11 @@ def _look_at(record: TraceRecord, outcome: Outcome) -> None:
     outcome.has_gaps |= any(not numbers_of(layer).any(-1).all() for layer in record.hidden or ())
 
 
-def _doubled_ends(record: TraceRecord, layers: Sequence[np.ndarray]) -> Iterator[tuple[int, Any]]:
+def _doubled_ends(record: TraceRecord, layout: Layout) -> Iterator[tuple[int, Any]]:
     """Yield the ends of a trace at which two tokens have one id or text, with it; of states alone equal ones, twice."""
+    axes = {*(layout.addresses[layout.states][0].axes or ())}
+    if not axes.isdisjoint(("N", "(N S)")) or layout.settings.get("S.padding") == "none":
+        return
     found = [
         list(values[: record.num_tokens]) for values in (record.tokens, record.tokens_decoded) if values is not None
     ]
@@ -221,8 +223,8 @@ def _doubled_ends(record: TraceRecord, layers: Sequence[np.ndarray]) -> Iterator
         pairs = (own[:2], own[-2:]) if len(set(own)) > 1 else ()  # ids that are all equal say nothing
         yield from ((k, pair[0]) for k, pair in enumerate(pairs) if pair[0] == pair[1])
     try:
-        if layers and not found:
-            check_ends(layers, "hidden_states")
+        if record.hidden is not None and "P" not in axes and not found:
+            check_ends(record.hidden, "hidden_states")
     except InvalidInputError:
         yield from [(0, None)] * 2
 
