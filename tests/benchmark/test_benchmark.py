@@ -65,6 +65,7 @@ def test_detector_of_another_package_is_in_the_table_with_all_metrics(path, tmp_
     assert (out / "table.txt").read_text().strip() in done.stdout
 
 
+@pytest.mark.long
 def test_comparisons_are_adjusted_over_all_pairs(path, tmp_path):
     (entry,) = run(path, tmp_path / "out", "probe_mean")["stores"].values()
     assert {(c["scheme"], c["unit"]) for c in entry["comparisons"]} == {
@@ -82,6 +83,7 @@ def section(text, scheme):
     return text.split(f">s, folds by {scheme}</h3>")[1].split("</h3>")[0].split("</section>")[0]
 
 
+@pytest.mark.long
 def test_report_ranks_the_detectors_of_each_scheme(path, tmp_path):
     (entry,) = run(path, tmp_path / "out", "probe_mean", command="tracestore benchmark <x>")["stores"].values()
     text = (tmp_path / "out/report.html").read_text(encoding="utf-8")
@@ -96,6 +98,7 @@ def test_report_ranks_the_detectors_of_each_scheme(path, tmp_path):
     assert text.count('scope="row">probe_mean<') == 2 and "tracestore benchmark &lt;x&gt;" in text
 
 
+@pytest.mark.long
 def test_scores_are_out_of_fold_and_reproduce_the_metrics(path, tmp_path):
     out = tmp_path / "out"
     (entry,) = run(path, out, "probe_mean")["stores"].values()
@@ -144,6 +147,7 @@ def test_external_scores_join_the_table(path, tmp_path):
     assert "a name is given twice" in error_of(*words, "--scores", f"a={judge}", "--scores", f"a={judge}", code=2)
 
 
+@pytest.mark.long
 def test_sources_of_labels_are_side_by_side(path, tmp_path):
     y = np.arange(COUNT) % 2
     values = {"strict": 1 - y.astype(float), "vague": 1.0 - (np.arange(COUNT) % 3 == 0)}
@@ -180,6 +184,7 @@ def test_sources_of_labels_are_side_by_side(path, tmp_path):
     assert ">s, sources of labels</h2>" in page and "fitted to stored labels." in page
 
 
+@pytest.mark.long
 def test_source_without_both_classes_in_a_fold_has_no_auroc(path, tmp_path):
     scores = write_scores(tmp_path / "scores.csv", {f"q{k}": 1.0 for k in range(COUNT)})
     command("score", path, "--scores", scores, "--name", "always", check=0)
@@ -189,6 +194,7 @@ def test_source_without_both_classes_in_a_fold_has_no_auroc(path, tmp_path):
     assert agreement("a", "b", np.array([np.nan]), np.ones(1))["agreement"] is None
 
 
+@pytest.mark.long
 def test_a_score_on_another_scale_is_no_source_of_labels(path, tmp_path):
     """The threshold of the labels is not that of a score from 0 to 100, which would give one class."""
     scores = write_scores(tmp_path / "scores.csv", {f"q{k}": 100.0 * (k % 3 == 0) for k in range(COUNT)})
@@ -203,6 +209,7 @@ def test_a_score_on_another_scale_is_no_source_of_labels(path, tmp_path):
     assert any(line.startswith("score percent: values outside [0, 1], no source of labels") for line in lines)
 
 
+@pytest.mark.long
 def test_traces_with_nan_are_dropped_and_listed(tmp_path):
     traces = [make_labeled(k) for k in range(COUNT)]
     traces[7]["hidden_states"][1][0, 0] = np.nan
@@ -257,6 +264,7 @@ def test_several_stores_give_a_transfer_matrix(path, tmp_path):
     assert "layers or hidden size differ" in error_of("benchmark", path, small, "--output-dir", tmp_path / "b", code=2)
 
 
+@pytest.mark.long
 def test_detectors_without_their_fields_are_skipped_with_the_reason(tmp_path):
     traces = make_traces(40, tokens=5)
     bare = write_store(tmp_path / "bare.zarr", traces, label=lambda k: k % 2, attention="none")
@@ -267,6 +275,7 @@ def test_detectors_without_their_fields_are_skipped_with_the_reason(tmp_path):
     assert "no detector can run" in message
 
 
+@pytest.mark.long
 def test_a_store_that_a_fitted_detector_cannot_read_has_no_transfer(path, tmp_path):
     """The detector lost its cross-validation too."""
     traces = [make_labeled(k) for k in range(COUNT, 2 * COUNT)]
@@ -284,6 +293,7 @@ def test_a_store_that_a_fitted_detector_cannot_read_has_no_transfer(path, tmp_pa
     assert len(re.findall(r"0\.\d{3}|1\.000", row)) == 2
 
 
+@pytest.mark.long
 def test_traces_without_a_score_are_counted(tmp_path):
     traces = [make_labeled(k) for k in range(COUNT)]
     del traces[7]["prompt_length"]
@@ -295,6 +305,7 @@ def test_traces_without_a_score_are_counted(tmp_path):
     assert {row[0]: row[header.index("without score")] for row in rows}["probe_mean"] == "1"
 
 
+@pytest.mark.long
 def test_earlier_results_are_kept_unless_overwritten(path, tmp_path):
     fast = ("benchmark", path, "--detectors", "length", "--folds", 2, "--workers", 1)
     words = (*fast, "--output-dir", tmp_path / "out")

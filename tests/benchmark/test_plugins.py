@@ -162,6 +162,7 @@ def test_two_workers_give_the_same_table(path, tmp_path, plugin):
     assert (tmp_path / "out1/scores.csv").read_bytes() == (tmp_path / "out3/scores.csv").read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["a\x1b[31mb", *long("../up", "a b", "a/b", "é", "x" * 200, "\u202ename")])
 def test_names_are_checked_and_escaped(path, tmp_path, plugin, name):
     plugin("pass", name)
@@ -224,6 +225,7 @@ def test_predict_with_a_detector_of_another_package(path, tmp_path, plugin):
         assert reported in done.stderr and done.stderr.count("\n") == 1 and not (tmp_path / "p.csv").exists()
 
 
+@pytest.mark.long
 def test_results_of_another_process_are_those_of_this_one():
     assert run_apart("numpy:arange", 5).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(Exception, match="ValueError: cannot reshape"):

@@ -30,6 +30,7 @@ def test_saved_detector_gives_the_same_scores(name, store, tmp_path):
     assert loaded.detector.chosen == detector.chosen
 
 
+@pytest.mark.long
 def test_predict_scores_another_store(store, tmp_path):
     out = tmp_path / "out"
     words = ("--detectors", "probe_mean,mean_logprob", "--output-dir", out, "--workers", 1, "--save-detectors")

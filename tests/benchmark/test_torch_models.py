@@ -13,6 +13,7 @@ from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.store_split import inner_bins, trace_keys
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["lstm_solo", "gnn_det_lstm"])
 def test_model_is_trained_on_the_given_traces_and_scores_others(name, tmp_path):
     store = tracestore.open(write_labeled(tmp_path / "s.zarr"))

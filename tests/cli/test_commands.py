@@ -248,6 +248,7 @@ def test_completion_script_completes_commands(shell, tmp_path):
         assert done.stdout == "verify\n"
 
 
+@pytest.mark.long
 def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACESTORE_CACHE_DIR", str(tmp_path / "cache"))
     scores = write_scores(tmp_path / "scores.csv", {"q0": 0.5})

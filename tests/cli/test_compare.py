@@ -26,6 +26,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "second", "count"), [("plain", "layers", 1), ("folds", "folds2", 2)])
 def test_compares_runs_with_a_paired_test(runs, tmp_path, first, second, count):
     done = command("compare", runs / first, runs / second, "--json", check=0)

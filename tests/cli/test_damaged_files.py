@@ -48,6 +48,7 @@ def run(*words):
     return done
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["one", "many"])
 def test_mutated_results(name, made, tmp_path):
     results, rng = json.loads((made / name / "results.json").read_text()), random.Random(name)
@@ -77,6 +78,7 @@ def test_a_full_disk_has_its_exit_code(made, tmp_path, monkeypatch):
     assert "no space left" in done.stderr and not (tmp_path / "page.html").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["one/lstm_solo/best.pt", "b/checkpoints/probe_last.pt"])
 def test_mutated_detectors(path, made, tmp_path):
     saved, rng = load_checkpoint(made / path), random.Random(path)
@@ -102,6 +104,7 @@ def test_values_of_a_saved_detector_are_checked(key, value, made, tmp_path):
     assert done.returncode == (0 if is_number else 2), done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_mutated_checkpoints_of_a_run(epochs, made, tmp_path):
     """A finished training is kept or refused; one that continues may also find a damaged best epoch."""
@@ -200,6 +203,7 @@ BAD_CARDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_cards(made):
     from tracestore.hub.card import make_card
 

@@ -110,6 +110,7 @@ def test_training_checks_its_libraries_before_it_starts(usages, module, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_commands_without_extras_run_without_their_libraries(usages, tmp_path):
     all_modules = sorted({module for modules in EXTRAS.values() for module in modules})
     store = tmp_path / "store.zarr"

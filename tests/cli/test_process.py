@@ -34,6 +34,7 @@ def process_state():
     }
 
 
+@pytest.mark.long
 def test_command_with_argv_leaves_the_process_unchanged(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "tracestore.cli.commands.convert.reuse_freed_memory", lambda _: pytest.fail("changed the allocator")
@@ -95,6 +96,7 @@ def test_closed_output_ends_a_program_silently(store_path, program, words):
     assert done.returncode == 128 + signal.SIGPIPE and not done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("words", ["info {store}", "info nowhere.zarr", "nothing"])
 def test_command_with_argv_leaves_closed_output_as_it_is(store_path, number, words):
@@ -156,6 +158,7 @@ exit_ignoring_sigint(3)
     assert ended.stdout == "thread\ncallback\n" and not ended.stderr
 
 
+@pytest.mark.long
 def test_the_console_script_ends_as_the_module_does(tmp_path):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["tracestore"].partition(":")

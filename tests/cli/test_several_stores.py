@@ -59,6 +59,7 @@ def trained(stores, tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_training_on_two_stores_equals_that_on_the_merged_store(stores, trained, tmp_path):
     command("train", stores[2], "--output", tmp_path / "merged", *FAST, check=0)
     both, merged = results_of(trained), results_of(tmp_path / "merged")
@@ -88,6 +89,7 @@ def test_predict(stores, trained, tmp_path):
     assert json.loads(done.stdout)["store"] == f"{stores[0]} + {stores[1]}" and "more than one" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "flipped", "differing"),
     [(10, range(10, 30), 20), (29, [29], 1), (29, [], 0), (0, [5, 7, 9, 28], 4), (0, range(0, 30, 3), 10)],
@@ -116,6 +118,7 @@ def test_keys_that_two_stores_have_are_told(stores, trained, tmp_path, first, fl
     assert shown.probabilities["hallucination_score"].tolist() == expected and shown.num_unknown == 30
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.dictionaries(st.integers(0, 5), st.sampled_from([None, 0, 1]), min_size=1), min_size=1, max_size=4))
 def test_shared_keys_of_any_stores(tmp_path_factory, labels_of):

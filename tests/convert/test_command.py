@@ -170,6 +170,7 @@ def test_an_unwritable_destination_is_wrong_usage(folder, tmp_path):
     assert done.stderr.count("\n") == 1 and "s.zarr" in done.stderr
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_the_store_intact(folder, tmp_path):
     mount = tmp_path / "small"
     mount.mkdir()
@@ -193,6 +194,7 @@ def test_a_full_disk_leaves_the_store_intact(folder, tmp_path):
         subprocess.run(["umount", mount], check=True)
 
 
+@pytest.mark.long
 def test_the_message_of_an_interrupt_says_how_to_continue(tmp_path):
     data = tmp_path / "data"
     for k in range(3):

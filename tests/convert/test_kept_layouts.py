@@ -75,6 +75,7 @@ def test_a_file_that_no_kept_line_names_is_refused(tmp_path, folder):
     assert "more.npy" in error_of("convert", folder, tmp_path / "s.zarr", code=3)
 
 
+@pytest.mark.long
 def test_a_damaged_store_is_replaced_by_its_own_layout(tmp_path, folder):
     convert(folder, tmp_path / "first.zarr", *FLAGS)
     names = [p.relative_to(tmp_path / "first.zarr") for p in (tmp_path / "first.zarr").rglob("*") if p.is_file()]

@@ -88,6 +88,7 @@ def test_a_file_without_a_valid_trace_is_skipped(tmp_path, traces):
     assert "no file could be converted" in only.stderr
 
 
+@pytest.mark.long
 def test_traces_before_a_damage_are_stored(tmp_path):
     data = pickle.dumps(make_traces(6, tokens=200, dim=512))  # several chunks of the gzip reader
     (tmp_path / "cut.pkl").write_bytes(data[: len(data) * 2 // 3])

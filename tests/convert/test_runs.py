@@ -40,6 +40,7 @@ def check(store, num_traces):
     assert not any(name.startswith(paths.TEMPORARY_PREFIX) for name in os.listdir(store))
 
 
+@pytest.mark.long
 def test_segments_are_split_as_by_the_writer(data, tmp_path, monkeypatch):
     """With a codec the writer writes all segments."""
     monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "split_bytes", 400_000)

@@ -141,6 +141,7 @@ def test_wrong_usage(tmp_path, folder):
     assert "needs --watch" in message
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_watch_and_the_same_command_continues(tmp_path, folder):
     save_file(connector_arrays(0), folder / "0.safetensors")
     words = (sys.executable, "-m", "tracestore", "convert", folder, tmp_path / "s.zarr", "--watch", "--attention")

@@ -68,6 +68,7 @@ def stored_weights(rng, shape, dtype, special):
     return values
 
 
+@pytest.mark.long
 @given(
     st.integers(0, 2**32 - 1),
     st.lists(st.integers(1, 40), min_size=1, max_size=4),

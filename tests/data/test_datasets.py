@@ -168,6 +168,7 @@ def ids_of(loader):
     return [question_id for batch in loader for question_id in batch.question_id]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_persistent", [False, True])
 @pytest.mark.parametrize("begin", ["abandoned", "abandoned twice", "two at once", "equal seeds", "in this process"])
 def test_workers_of_an_iteration_have_one_epoch(store_path, begin, is_persistent):

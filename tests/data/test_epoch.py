@@ -38,6 +38,7 @@ def make(store, **options):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shuffle", MODES)
 def test_the_same_for_any_number_of_threads_workers_and_ranks(store, shuffle):
     expected = ids(make(store, shuffle=shuffle, num_threads=0))
@@ -54,6 +55,7 @@ def test_the_same_for_any_number_of_threads_workers_and_ranks(store, shuffle):
         assert ids(DataLoader(dataset, batch_size=None, num_workers=workers)) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"shuffle": m} for m in MODES] + [{"batch_by": "tokens", "max_batch_cost": 30}])
 def test_continues_after_any_batch_with_other_threads_and_ranks(store, options):
     """50 random positions: no trace is repeated or missing after any of them."""

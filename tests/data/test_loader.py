@@ -61,6 +61,7 @@ def test_graph_batches_equal_the_oracle(variant, threshold, top_k, num_threads):
     assert sorted(seen) == list(range(11))
 
 
+@pytest.mark.long
 @given(
     st.integers(0, 2**16),
     st.lists(st.integers(1, 9), min_size=1, max_size=5),

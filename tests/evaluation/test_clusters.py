@@ -161,6 +161,7 @@ def test_p_value_of_the_bootstrap_is_finer_than_its_resamples():
     assert p_value(0.0, 0.0) == 1 and p_value(0.1, 0.0) == 0
 
 
+@pytest.mark.long
 def test_p_values_by_group_are_uniform_without_a_difference():
     # Two detectors with the same effect, and groups that differ: rejected in about 5 of 100 cases.
     rejected = 0

@@ -85,6 +85,7 @@ def test_known_values():
     assert bootstrap_p(np.ones(999)) == 0.002 and bootstrap_p(np.zeros(9)) == 1.0
 
 
+@pytest.mark.long
 @given(labels_and_scores(), st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None)
 def test_weighted_metrics_equal_those_of_scikit_learn(case, seed):
@@ -265,6 +266,7 @@ def test_auroc_by_group():
     ]
 
 
+@pytest.mark.long
 def test_temperature_corrects_overconfidence():
     rng = np.random.default_rng(7)
     true = rng.normal(size=4000)

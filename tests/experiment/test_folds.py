@@ -66,6 +66,7 @@ def test_folds_and_seeds_of_the_command(sampled, tmp_path, monkeypatch):
         train_quietly(sampled, out, ["lstm_solo"], replace(plain, resume=True), {"lstm_hidden": 8}, folds=4)
 
 
+@pytest.mark.long
 def test_seeds_alone_share_the_split(sampled, tmp_path):
     results = train_quietly(sampled, tmp_path / "r", ["lstm_solo"], CONFIG, SMALL, seeds=2)
     assert [(r["fold"], r["seed"]) for r in results["runs"]] == [(None, 42), (None, 43)]
@@ -126,6 +127,7 @@ def test_random_labels_give_an_auroc_of_one_half(meaningless, tmp_path, num_fold
     assert all(pair["p_holm"] > 0.01 for pair in results["comparisons"])
 
 
+@pytest.mark.long
 def test_a_leak_would_be_detected(meaningless, tmp_path):
     """The data of the test above, but with one sample of each question in training and the other in test."""
     store = tracestore.open(meaningless)

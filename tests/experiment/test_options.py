@@ -41,6 +41,7 @@ def weights(folder: Path):
     return torch.load(path, weights_only=True)["model"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["lstm_solo", "gnn_det_lstm"])
 def test_accumulated_batches_equal_one_large_batch(train, tmp_path, monkeypatch, name):
     """44 traces: batches of 12, 12, 12 and 8, or batches of 4 with three per step."""
@@ -54,6 +55,7 @@ def test_accumulated_batches_equal_one_large_batch(train, tmp_path, monkeypatch,
     assert small["config"]["grad_accum_steps"] == 3 and small["config"]["batch_size"] == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ONLY)
 def test_activation_checkpointing_changes_no_bit(train, name):
     """Dropout is active, so its masks are drawn a second time."""
@@ -62,6 +64,7 @@ def test_activation_checkpointing_changes_no_bit(train, name):
     assert kept == again and results["config"]["activation_checkpointing"]
 
 
+@pytest.mark.long
 def test_bfloat16_computes_and_keeps_float32_weights(train, tmp_path):
     _, full = train("lstm_solo", "full", batch_size=16)
     _, half = train("lstm_solo", "half", batch_size=16, precision="bf16")

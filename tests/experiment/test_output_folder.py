@@ -35,6 +35,7 @@ def files(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.long
 def test_files_of_others_are_kept(labeled, tmp_path):
     """Folders of source files can have the names of detectors."""
     names = ("lstm_solo/preprocessed_0.pt", "gnn/preprocessed_0.pt", "seed-1/x/a.pt", "lstm_solo/events/events.log")
@@ -67,6 +68,7 @@ def test_a_file_of_another_program_is_not_replaced(labeled, tmp_path, way, name,
     assert (tmp_path / name).read_text() == text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("left", ["results.json", "split.json", "folds.json"])
 def test_what_is_left_of_a_run_is_replaced(labeled, tmp_path, left):
     train(labeled, tmp_path / "r", **({"folds": 2} if left == "folds.json" else {}))
@@ -79,6 +81,7 @@ def test_what_is_left_of_a_run_is_replaced(labeled, tmp_path, left):
     train(labeled, tmp_path / "new")
 
 
+@pytest.mark.long
 def test_a_run_in_a_folder_of_another_one_is_its_own(labeled, tmp_path):
     train(labeled, tmp_path / "seed-7", replace(CONFIG, seed=7))
     before = files(tmp_path / "seed-7")
@@ -87,6 +90,7 @@ def test_a_run_in_a_folder_of_another_one_is_its_own(labeled, tmp_path):
     assert files(tmp_path / "seed-7") == before
 
 
+@pytest.mark.long
 def test_a_new_run_replaces_an_earlier_one(labeled, tmp_path):
     train(labeled, tmp_path, replace(CONFIG, seed=1), names=("lstm_solo", "gnn_det_lstm"))
     train(labeled, tmp_path)
@@ -144,6 +148,7 @@ def test_malformed_splits_are_refused(labeled, tmp_path, text):
             train(labeled, tmp_path / name, replace(CONFIG, resume=True), **options)
 
 
+@pytest.mark.long
 def test_history_covers_the_epochs_that_all_folds_have(labeled, tmp_path):
     train(labeled, tmp_path, replace(CONFIG, epochs=3), folds=2)
     (tmp_path / "fold-1/seed-42/lstm_solo/last.pt").unlink()
@@ -192,6 +197,7 @@ def test_no_memory_for_the_model(labeled, tmp_path, monkeypatch):
     train(labeled, tmp_path, replace(CONFIG, resume=True))
 
 
+@pytest.mark.long
 def test_scoring_continues_with_less_memory(labeled, tmp_path, monkeypatch):
     """In a run with workers, host memory runs out once in each batch of validation and test."""
     expected = train(labeled, tmp_path / "whole", replace(CONFIG, batch_size=4))
@@ -213,6 +219,7 @@ def test_scoring_continues_with_less_memory(labeled, tmp_path, monkeypatch):
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_a_killed_worker_ends_the_use_of_workers(labeled, tmp_path, monkeypatch):
     expected = train(labeled, tmp_path / "whole", replace(CONFIG, batch_size=4))
     original, calls = BatchFeed.batches, []
@@ -230,6 +237,7 @@ def test_a_killed_worker_ends_the_use_of_workers(labeled, tmp_path, monkeypatch)
     assert results["models"]["lstm_solo"]["test_scores"] == expected["models"]["lstm_solo"]["test_scores"]
 
 
+@pytest.mark.long
 def test_a_step_without_memory_ends_the_use_of_workers(labeled, tmp_path, monkeypatch):
     expected = train(labeled, tmp_path / "whole", replace(CONFIG, batch_size=4))
     original, calls, failed = BatchFeed.batches, [], []
@@ -327,6 +335,7 @@ def test_resume_loses_no_training(labeled, tmp_path, first, resumed):
     assert files(tmp_path) == before
 
 
+@pytest.mark.long
 def test_resume_adds_models_and_seeds(labeled, tmp_path):
     train(labeled, tmp_path, seeds=1)
     names = ("lstm_solo", "lstm_solo_v0")
@@ -334,6 +343,7 @@ def test_resume_adds_models_and_seeds(labeled, tmp_path):
     assert [(run["seed"], [*run["models"]]) for run in results["runs"]] == [(42, [*names]), (43, [*names])]
 
 
+@pytest.mark.long
 def test_nothing_of_a_replaced_run_is_left(labeled, tmp_path, monkeypatch):
     """Folds of an earlier run do not become those of a later one, nor do its results stay if the new one stops."""
     train(labeled, tmp_path, replace(CONFIG, seed=1), folds=2)

@@ -35,6 +35,7 @@ def train(store, out, *args):
     return command(*words(store, out, *args), check=0)
 
 
+@pytest.mark.long
 def test_results_and_checkpoints_hold_the_provenance(runs):
     with tracestore.open(runs / "a.zarr") as store:
         expected = [store.provenance[0].to_json()]

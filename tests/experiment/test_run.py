@@ -22,6 +22,7 @@ def final_weights(out, model):
     return torch.load(out / model / "last.pt", weights_only=True)["model"]
 
 
+@pytest.mark.long
 def test_results_follow_the_public_contract(labeled, tmp_path):
     done = train(labeled, tmp_path / "r", "--epochs", 6, "--lr", 0.01, "--twins")
     results = json.loads((tmp_path / "r/results.json").read_text())
@@ -43,6 +44,7 @@ def test_results_follow_the_public_contract(labeled, tmp_path):
     assert "logistic probe" in done.stdout
 
 
+@pytest.mark.long
 def test_same_seed_same_results_and_flags(labeled, tmp_path):
     only = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 2, "--no-probe", "--json"]
     first = json.loads(train(labeled, tmp_path / "a", *only).stdout)
@@ -62,6 +64,7 @@ def test_a_store_without_attention_trains_what_needs_none(tmp_path):
     assert list(json.loads((tmp_path / "r/results.json").read_text())["models"]) == ["lstm_solo"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [["--top-k", 0.5], ["--attention-threshold", 0.4, "--standardize"], ["--message-passing", "pyg"]]
 )
@@ -137,6 +140,7 @@ def test_errors_before_training(labeled, tmp_path, store_path):
         assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.long
 def test_a_nan_is_reported_with_its_question_id(tmp_path):
     traces = make_traces(40, tokens=3)
     traces[17]["hidden_states"][1][:] = np.nan
@@ -153,6 +157,7 @@ def test_a_nan_is_reported_with_its_question_id(tmp_path):
     assert "already finished" in train(tmp_path / "nan.zarr", tmp_path / "r", *flags, "--resume", check=0).stdout
 
 
+@pytest.mark.long
 def test_traces_without_nan_are_kept_of_a_question_with_one(tmp_path):
     traces = [make_trace(k, tokens=2, seed=sample) | {"sample": sample} for k in range(40) for sample in range(2)]
     for k in range(0, 80, 8):
@@ -167,6 +172,7 @@ def test_traces_without_nan_are_kept_of_a_question_with_one(tmp_path):
     assert "already finished" in train(path, tmp_path / "r", *flags, "--resume", check=0).stdout
 
 
+@pytest.mark.long
 def test_a_generous_memory_budget_changes_nothing(labeled, tmp_path):
     flags = ["--epochs", 1, "--no-run-lstm", "--no-run-gvae", "--no-probe"]
     free = json.loads(train(labeled, tmp_path / "a", *flags, "--json").stdout)
@@ -174,6 +180,7 @@ def test_a_generous_memory_budget_changes_nothing(labeled, tmp_path):
     assert free["models"]["gnn_det_lstm"]["test"] == kept["models"]["gnn_det_lstm"]["test"]
 
 
+@pytest.mark.long
 def test_sigint_ends_the_run_within_seconds(labeled, tmp_path):
     command = [sys.executable, "tools/train.py", "--store", labeled, "--output-dir", tmp_path / "r", *FAST, "--epochs"]
     command += [500]

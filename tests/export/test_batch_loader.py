@@ -125,6 +125,7 @@ def test_errors(tmp_path, data):
         tracestore.TraceBatchLoader(tmp_path / "preprocessed_0.pt").get_batch(0)
 
 
+@pytest.mark.long
 def test_iterating_needs_no_torch(data):
     code = "import sys, tracestore; print(sum(1 for t in tracestore.TraceBatchLoader(sys.argv[1]).iter_traces()), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, data], capture_output=True, text=True, check=True, cwd=ROOT)

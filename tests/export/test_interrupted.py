@@ -73,6 +73,7 @@ def test_kills_at_random_moments(tmp_path, store):
     assert tracestore.open(tmp_path / "back.zarr").labels.tolist() == tracestore.open(store).labels.tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_interrupt_between_any_two_files_continues(tmp_path, store, format, monkeypatch):
     options = ("--format", format, "--traces-per-file", 10)
@@ -162,6 +163,7 @@ def test_a_second_process_waits_its_turn(tmp_path, store):
     command("export", store, out, "--traces-per-file", 5, check=0)
 
 
+@pytest.mark.long
 def test_a_full_disk_is_continued(tmp_path, store, monkeypatch):
     mount = tmp_path / "small"
     mount.mkdir()

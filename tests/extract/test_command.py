@@ -58,6 +58,7 @@ def test_hidden_states_and_attention_match_the_model(tiny_model, questions, tmp_
         np.testing.assert_allclose(record.attention[layer].astype("f4"), out.attentions[layer][0].numpy(), atol=2e-3)
 
 
+@pytest.mark.long
 def test_shards_and_resumed_runs_write_the_same_files(tiny_model, questions, tmp_path):
     extract(tiny_model, questions, tmp_path / "whole", "--traces-per-file", 2)
     for shard in ("1/2", "0/2"):
@@ -72,6 +73,7 @@ def test_shards_and_resumed_runs_write_the_same_files(tiny_model, questions, tmp
     assert (tmp_path / "parts/traces_batch_0000.pkl").stat().st_mtime_ns == untouched
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("out", ["folder", "run.zarr"])
 def test_batch_size_does_not_change_the_store(tiny_model, questions, tmp_path, out):
     extract(tiny_model, questions, tmp_path / "alone.zarr")
@@ -87,6 +89,7 @@ def test_batch_size_does_not_change_the_store(tiny_model, questions, tmp_path, o
             assert a.answer == b.answer and np.array_equal(a.tokens, b.tokens)
 
 
+@pytest.mark.long
 def test_samples_are_traces_of_one_question(tiny_model, questions, tmp_path):
     sampling = ("--samples", 3, "--temperature", 0.8, "--seed", 7, "--top-logprobs", 2, "--limit", 2)
     judges = ("--judge", "exact_match", "--judge", "rouge_l")
@@ -130,6 +133,7 @@ def test_default_judges_are_named_scores(tiny_model, questions, tmp_path):
         assert file.readline() == "question_id,sample,score,containment,token_f1,template,answer\n"
 
 
+@pytest.mark.long
 def test_shards_write_to_one_store(tiny_model, questions, tmp_path, monkeypatch):
     """A shard is stated, or that of a rank; an answer that another process has given differently is left out."""
     extract(tiny_model, questions, tmp_path / "run.zarr", "--shard", "0/3")
@@ -143,6 +147,7 @@ def test_shards_write_to_one_store(tiny_model, questions, tmp_path, monkeypatch)
     assert "found '3/3', expected I/N" in extract(tiny_model, questions, tmp_path / "run.zarr", check=2).stderr
 
 
+@pytest.mark.long
 def test_provenance_is_complete_and_conflicts_are_refused(tiny_model, questions, tmp_path):
     outs = (tmp_path / "out", tmp_path / "run.zarr")
     for out in outs:

@@ -27,6 +27,7 @@ def assert_explains(store, trace, logits):
     np.testing.assert_allclose(found, logits, atol=5e-3 * np.abs(logits).max())
 
 
+@pytest.mark.long
 def test_logits_are_those_of_the_model(tiny_model, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -57,6 +57,7 @@ def model(tiny_model):
     return AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager").eval()
 
 
+@pytest.mark.long
 def test_capture_records_answers(recipe, tiny_model, model, tmp_path):
     from transformers import AutoTokenizer
 

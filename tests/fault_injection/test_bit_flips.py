@@ -59,6 +59,7 @@ def test_verify_finds_every_flipped_bit(memory_folder, codec):
     print(f"{codec}: {FLIPS // 2} flips in {len(files)} files of {sum(sizes):,} bytes")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", ["flip", "empty", "half"])
 def test_repair_of_a_damaged_newest_manifest(memory_folder, monkeypatch, capsys, damage):
     small_commits(monkeypatch)

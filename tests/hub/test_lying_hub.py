@@ -45,6 +45,7 @@ def pull(tmp_path, **limits):
     return done
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALL)
 def test_a_lie_about_a_file(hub, pushed, impatient, tmp_path, name):
     largest = max(hub.large, key=lambda digest: len(hub.large[digest]))
@@ -81,6 +82,7 @@ def files(begin):
     return [{"type": "file", "path": f"segments/{k:08d}/rows.zip", "size": 1} for k in range(begin, begin + 1000)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     ["endless pages", "the same page", *long("a ring", "empty pages", "deep", "no list", "long names", "numbers")],
@@ -129,6 +131,7 @@ def test_the_token_is_sent_to_the_hub_only(hub, pushed, tmp_path):
     assert pull(tmp_path).returncode == 0 and len(tokens) > 5 and set(tokens) == {None} and TOKEN
 
 
+@pytest.mark.long
 def test_a_partial_file_is_continued(hub, pushed, tmp_path):
     largest = max(hub.large, key=lambda digest: len(hub.large[digest]))
     data, ranges = hub.large[largest], []

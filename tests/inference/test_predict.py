@@ -199,6 +199,7 @@ def test_scoring_splits_batches_that_do_not_fit(trained, tmp_path, monkeypatch):
     assert caught.value.exit_code == 75 and not (tmp_path / "s.csv").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_a_note_where_the_store_does_not_tell_its_answers(tmp_path, name):
     """A detector that reads answers reads whole traces instead, which it was not trained on; the reverse too."""

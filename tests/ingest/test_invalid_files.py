@@ -270,6 +270,7 @@ def test_a_regression_is_refused(tmp_path, data, word):
     assert assert_refused(path, word)
 
 
+@pytest.mark.long
 def test_flipped_bits_inside_gzip_are_refused(tmp_path):
     data = bytearray(gzip.compress(pickle.dumps(make_traces(6, tokens=20, dim=64))))
     rng = np.random.default_rng(0)
@@ -335,6 +336,7 @@ gc.collect()
 """
 
 
+@pytest.mark.long
 def test_broken_files_in_cycles_of_errors_leave_nothing_on_standard_error(tmp_path):
     # Collecting a cycle once cleared buffers that a reader had not released.
     whole = {"a.pkl": pickle.dumps(make_traces(3)), "b.pt": io.BytesIO(), "c.pt": io.BytesIO()}

@@ -93,6 +93,7 @@ def test_readers_of_compressed_files_count_in_the_memory_limit(tmp_path, monkeyp
     assert most == at_once and found[-1][0]._gate.reader_bytes == 0
 
 
+@pytest.mark.long
 def test_a_packed_trace_holds_no_buffer_of_its_source(sources):
     """The memory limit counts the stored bytes only."""
     path = sources[0].path.with_suffix(".pkl.gz")

@@ -57,11 +57,13 @@ def write(cases, folder):
     return paths
 
 
+@pytest.mark.long
 def test_the_corpus_is_large(cases):
     assert len(cases) >= 300 and len({c.name for c in cases}) == len(cases)
     assert {c.name.split("/")[0] for c in cases} == set(KINDS)
 
 
+@pytest.mark.long
 def test_the_valid_files_that_the_corpus_changes_are_accepted(tmp_path):
     """Otherwise a case could be refused for another reason than its change."""
     paths = []
@@ -71,6 +73,7 @@ def test_the_valid_files_that_the_corpus_changes_are_accepted(tmp_path):
     assert {r["path"]: r["ended"] for r in run("read", paths, tmp_path)} == {str(p): "accepted" for p in paths}
 
 
+@pytest.mark.long
 def test_their_gzip_files_are_accepted_within_the_limits(tmp_path):
     """The container inside is read; its values are limited by the bytes on disk."""
     paths = []

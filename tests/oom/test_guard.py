@@ -290,6 +290,7 @@ def contents(optimizer):
     return repr([flat, state["param_groups"]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_guarded_optimizers_equal_bare_ones(name):
     """Neither the state that is allocated before training nor a failure at any operation of a step changes a result.
@@ -391,6 +392,7 @@ def test_random_states_are_restored():
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_failure_does_not_change_the_scaler(fused):
     """Memory runs out at every operation: in the first forward, after gradients were unscaled, and in

@@ -53,6 +53,7 @@ def phases():
     assert {"forward", "backward", "optimizer"} <= set(counted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "optimizer"), CASES)
 def test_one_failure_changes_nothing(name, optimizer, phases):
     """The retry at the same size equals a run without a failure bit for bit, dropout included."""
@@ -103,6 +104,7 @@ def second_step(case, operation, times, copying):
     return guard, before, True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "optimizer"), CASES)
 def test_two_failures_split_the_batch_with_the_same_result(name, optimizer):
     """After two failures at full size the batch is split, or the optimizer steps a third time.
@@ -121,6 +123,7 @@ def test_two_failures_split_the_batch_with_the_same_result(name, optimizer):
             assert torch.allclose(a, b, rtol=1e-12, atol=1e-12), operation
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "optimizer"), CASES)
 def test_permanent_failures_change_nothing(name, optimizer):
     """Weights, optimizer and random state are those before the step, so that they can be saved."""
@@ -132,6 +135,7 @@ def test_permanent_failures_change_nothing(name, optimizer):
         assert guard.num_steps == 1 and all(p.grad is None for p in guard.model.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_tensors_of_a_failed_attempt_are_freed_before_the_retry(name):
     """This includes tensors in the queue of the autograd engine after a failed backward pass."""

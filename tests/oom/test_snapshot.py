@@ -134,6 +134,7 @@ def test_restores_state_that_the_step_replaces():
     assert phases_of_failures(make_guard, live).count("optimizer") >= 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"fused": True}])
 def test_restores_parameters_that_were_added_later(options):
     """Unfreezing a part of a model adds parameters."""

@@ -58,6 +58,7 @@ def project(tmp_path):
     return folder
 
 
+@pytest.mark.long
 def test_all_cases_are_solved(script, index, project, capsys):
     assert script.main(["--project", str(project)]) == 0
     printed = capsys.readouterr().out

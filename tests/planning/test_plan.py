@@ -113,6 +113,7 @@ def test_planning_preserves_the_random_state(path):
     assert found.num_train == 28 and found.largest_batch_factor > 1
 
 
+@pytest.mark.long
 def test_a_budget_determines_the_micro_batch(path):
     store, start = tracestore.open(path), memory_use()
     config = TrainConfig(batch_size=4)

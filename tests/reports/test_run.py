@@ -87,6 +87,7 @@ def page(finished):
     return Page((finished[0] / "report.html").read_text(encoding="utf-8"))
 
 
+@pytest.mark.long
 def test_sections_begin_with_the_verdict_and_end_with_the_configuration(finished, page):
     assert page.headings == [
         "Verdict", "Models", "Training", "Ranking", "Calibration", "Scores by class", "Layers", "Groups", "Lengths",

@@ -43,6 +43,7 @@ def fail_once(data, store, how, **options):
     return tasks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize("how", ["absent", "empty", "short", "other"])
 def test_a_source_that_could_not_be_read_is_read_again(data, tmp_path, how, skip_bad):
@@ -75,6 +76,7 @@ def test_a_source_that_cannot_be_read_is_planned_although_the_store_has_forgotte
     assert [source for task in tasks for source in task.sources] == ["batch_2.pkl"]
 
 
+@pytest.mark.long
 def test_a_refused_commit_removes_the_receipts_with_errors(data, tmp_path):
     """Planned again, their tasks are not written, even if the plan is the same one."""
     os.rename(data / "batch_0.pkl", data / "batch_2.tmp")
@@ -97,6 +99,7 @@ def test_a_refused_commit_removes_the_receipts_with_errors(data, tmp_path):
     assert commit_tasks(tasks).num_traces == 24
 
 
+@pytest.mark.long
 def test_a_changed_source_is_read_again_if_its_fingerprint_is_the_same(data, tmp_path, monkeypatch):
     """Fingerprints are samples. The commit has refused another source."""
     monkeypatch.setattr(sources, "_SAMPLE_BYTES", 1)
@@ -117,6 +120,7 @@ def test_a_changed_source_is_read_again_if_its_fingerprint_is_the_same(data, tmp
         assert repr(read_all(store)) == repr(read_all(one))
 
 
+@pytest.mark.long
 def test_a_source_that_was_left_out_is_read_by_the_next_plan(data, tmp_path):
     """Also by a plan that equals an earlier one, whose commit has left it out."""
     path = data / "batch_2.pkl"
@@ -186,6 +190,7 @@ def change_store(data, store, monkeypatch):
 CHANGES = [change_scores, remove_scores, change_version, change_provenance, remove_provenance, change_store]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 def test_plan_again_replaces_a_plan_that_cannot_be_committed(data, tmp_path, monkeypatch, change):
     store = tmp_path / "s.zarr"
@@ -282,6 +287,7 @@ def test_clean_keeps_what_a_plan_needs(committed):
     assert [path for path in tree_bytes(store) if "/" in path] == []
 
 
+@pytest.mark.long
 def test_clean_keeps_segments_that_a_task_uses_again(committed, data):
     """Also while no receipt lists them yet."""
     store, _, tasks = committed
@@ -300,6 +306,7 @@ def test_clean_keeps_segments_that_a_task_uses_again(committed, data):
     assert commit_tasks(tasks).num_traces == 24
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["segment", "array", "rows", "receipt", "damaged"])
 def test_a_task_whose_segment_or_receipt_is_lost_is_written_again(committed, what):
     store, file, tasks = committed

@@ -147,6 +147,7 @@ def check_intact(path, leftovers=()):
     assert {left.partition("/")[0] for left in report.leftovers} <= {*leftovers}, report.leftovers
 
 
+@pytest.mark.long
 def test_two_coordinators_of_one_plan(memory):
     """Each source is added once, whichever of them adds it."""
     rng = random.Random(1)
@@ -164,6 +165,7 @@ def test_two_coordinators_of_one_plan(memory):
         shutil.rmtree(store)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_conflict", ["error", "keep-first", "keep-last"])
 def test_two_coordinators_of_different_plans_with_common_keys(memory, on_conflict):
     """Both commit, and --on-conflict decides about keys of both with different content, which are the odd ones."""
@@ -201,6 +203,7 @@ def test_two_coordinators_of_different_plans_with_common_keys(memory, on_conflic
         shutil.rmtree(store)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_states", [300, 2, 1])
 def test_a_commit_makes_no_object_of_each_trace(tmp_path, monkeypatch, num_states):
     """The number of objects depends on that of the tasks, whether a source has 3 traces or 300, of as many states."""

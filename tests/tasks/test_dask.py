@@ -84,6 +84,7 @@ def test_a_cluster_gives_the_same_bytes_and_errors_as_one_process(data, tmp_path
         assert len(tracestore.open(tmp_path / "bad.zarr")) == 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("attention", "is_local"), [("mean", True), ("heads", False), ("none", False)])
 def test_a_cluster_of_this_machine_gives_the_same_bytes(request, data, tmp_path, attention, is_local):
     words = ("local", "--workers", 2) if is_local else [request.getfixturevalue("address")]
@@ -124,6 +125,7 @@ class FailingWorkers:
         pass
 
 
+@pytest.mark.long
 def test_sources_before_a_failed_worker_are_committed(data, tmp_path, monkeypatch, capsys):
     """The message names the source, and the same command continues."""
     store = tmp_path / "s.zarr"
@@ -156,6 +158,7 @@ class LateWorkers(FailingWorkers):
         return future
 
 
+@pytest.mark.long
 def test_files_of_a_worker_that_are_visible_late_are_waited_for(data, tmp_path, monkeypatch):
     """A receipt before its segment, and a segment before its receipt."""
     convert(data, tmp_path / "one.zarr")
@@ -179,6 +182,7 @@ def test_graphs_and_sequences_pass_through_a_cluster(address, tmp_path):
     assert tree_bytes(tmp_path / "cluster.zarr") == tree_bytes(tmp_path / "one.zarr")
 
 
+@pytest.mark.long
 def test_sources_that_share_a_table_are_one_task(address, tmp_path):
     data = tmp_path / "data"
     data.mkdir()

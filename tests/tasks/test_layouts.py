@@ -262,6 +262,7 @@ def test_a_damaged_plan_stops_no_other_command(data, tmp_path):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tracestore_export.json", "store.json"])
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_an_export_that_changes_after_the_plan_is_refused(data, tmp_path, name, is_gone):
@@ -282,6 +283,7 @@ def test_an_export_that_changes_after_the_plan_is_refused(data, tmp_path, name, 
     assert files_of(tmp_path / "s.zarr") == files_of(tmp_path / "one.zarr")
 
 
+@pytest.mark.long
 def test_sources_that_share_a_table_are_said_to_be_one_task(tmp_path):
     data = tmp_path / "data"
     data.mkdir()

@@ -76,6 +76,7 @@ def check_same(store, expected):
     assert verify_store(store).damaged == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, *long(2, 4)])
 def test_the_bytes_do_not_depend_on_the_place_and_the_number_of_workers(few, tmp_path, place, workers):
     run_tasks(few, tmp_path / "one.zarr")
@@ -93,6 +94,7 @@ def test_the_bytes_do_not_depend_on_the_place_and_the_number_of_workers(few, tmp
     assert verify_store(place).damaged == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_new", [False, *long(True)])
 @pytest.mark.parametrize("words", [["--workers", 2], *long(["--plan"], ["--dask", "local", "--workers", 2])])
 def test_tasks_replace_a_store(few, tmp_path, place, words, is_new):
@@ -118,6 +120,7 @@ def test_tasks_replace_a_store(few, tmp_path, place, words, is_new):
     check_same(place, tmp_path / "one.zarr")
 
 
+@pytest.mark.long
 def test_a_refused_source_leaves_the_store_that_is_replaced(data, tmp_path):
     store = write_store(tmp_path / "s.zarr", make_traces(3, seed=9))
     (data / "batch_3.pkl.gz").write_bytes(b"damaged")
@@ -130,6 +133,7 @@ def test_a_refused_source_leaves_the_store_that_is_replaced(data, tmp_path):
     check_same(store, tmp_path / "one.zarr")
 
 
+@pytest.mark.long
 def test_clean_keeps_what_a_plan_on_an_object_store_needs(few, remote):
     tasks = plan_tasks(few, remote)
     for task in tasks:
@@ -268,6 +272,7 @@ def kill_in_child(number, run):
     os._exit(0)
 
 
+@pytest.mark.long
 def test_two_coordinators_on_an_object_store_add_each_source_once(few, tmp_path, remote):
     file = tmp_path / "plan.json"
     convert(few, remote, "--plan", file)
@@ -289,6 +294,7 @@ def test_of_conditional_puts_at_the_same_time_one_wins(remote):
     assert won.count(True) == 1 and objects.read("manifest/0000000001") == b"%d" % won.index(True)
 
 
+@pytest.mark.long
 def test_the_commit_of_a_task_sends_few_requests(data, tmp_path, proxy, remote, monkeypatch):
     """Opening with an empty cache included; each further part of the index adds 2, for its index and its columns."""
     for k, file in enumerate(sorted(data.iterdir())[:4]):
@@ -302,6 +308,7 @@ def test_the_commit_of_a_task_sends_few_requests(data, tmp_path, proxy, remote, 
         assert not [path for method, path in proxy.requests if method == "HEAD"]
 
 
+@pytest.mark.long
 def test_only_clean_lists_segments(data, proxy, remote, monkeypatch):
     listed, list_objects = [], ObjectStore.list_objects
     monkeypatch.setattr(ObjectStore, "list_objects", lambda self, path: listed.append(path) or list_objects(self, path))
@@ -318,6 +325,7 @@ def test_only_clean_lists_segments(data, proxy, remote, monkeypatch):
     assert "" in listed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_plan_removes_the_receipts_that_no_plan_names(data, place, is_done):
     """Those of a commit that is done stay until then, for another coordinator."""
@@ -365,6 +373,7 @@ def test_scratch_of_writers(data, tmp_path, remote, monkeypatch):
     assert not (tmp_path / "cache" / ".writing").exists()
 
 
+@pytest.mark.long
 def test_segments_are_synchronized_if_their_files_stay(data, tmp_path, remote, monkeypatch):
     synced = set()
     monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}").rpartition("/")[2]))
@@ -376,6 +385,7 @@ def test_segments_are_synchronized_if_their_files_stay(data, tmp_path, remote, m
         assert synced & {"rows.zip", "0"} == names
 
 
+@pytest.mark.long
 def test_scratch_in_memory_counts_as_memory(data, tmp_path, remote, monkeypatch):
     """The budget covers the segments that wait for their upload, of a process and of each worker."""
     monkeypatch.setattr(local_folders, "is_in_memory", lambda folder: "disk" not in str(folder))

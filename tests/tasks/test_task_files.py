@@ -118,6 +118,7 @@ def test_a_file_with_missing_lines_is_refused(data, tmp_path):
     assert read_tasks(file) == []
 
 
+@pytest.mark.long
 def test_lines_of_tasks_come_from_standard_input(data, tmp_path, monkeypatch):
     tasks = plan_tasks(data, tmp_path / "s.zarr")
     for lines in ([], [task.to_json() for task in tasks]):
@@ -136,6 +137,7 @@ def reveal(names):
         hidden.rename(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_commit_waits_for_what_a_file_system_shows_late(data, tmp_path, monkeypatch, seed):
     """Receipts before or after their segments, in any order; until all are visible, nothing is committed."""

@@ -72,6 +72,7 @@ def check_equal(one, other):
     assert report.damaged == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_the_bytes_do_not_depend_on_processes_order_and_repetition(data, tmp_path, workers):
     one, store = tmp_path / "one.zarr", tmp_path / "s.zarr"
@@ -174,6 +175,7 @@ def of_others(folder):
 CASES = [of_scores, of_duplicates, *map(of_conflicts, ("keep-first", "keep-last")), of_texts, of_refused, of_names]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [*CASES, of_others], ids=lambda f: f.__name__)
 def test_tasks_give_what_convert_gives(data, tmp_path, change):
     """The traces and the counts, whatever the sources have in common."""
@@ -189,6 +191,7 @@ def test_tasks_give_what_convert_gives(data, tmp_path, change):
     assert plan_tasks(data, store, ConvertOptions(**options)) == [] or change in (of_refused, of_others)
 
 
+@pytest.mark.long
 def test_a_refused_source_keeps_those_before_it(data, tmp_path):
     write_pickle(data / "batch_3.pkl.gz", [make_trace(30), {"question_id": "bad"}])
     tasks = plan_tasks(data, tmp_path / "s.zarr")
@@ -213,6 +216,7 @@ def test_a_source_whose_mapped_bytes_are_gone_is_refused(data, tmp_path, monkeyp
         write(data, tmp_path / "s.zarr")
 
 
+@pytest.mark.long
 def test_a_plan_is_kept_until_it_is_committed(data, tmp_path):
     store = tmp_path / "s.zarr"
     tasks = plan_tasks(data, store)
@@ -291,6 +295,7 @@ def mutations(data, rng):
         yield bytes(changed)
 
 
+@pytest.mark.long
 def test_damaged_receipts_are_refused_or_right(data, tmp_path):
     of_scores(data)
     store = tmp_path / "s.zarr"
@@ -409,6 +414,7 @@ def test_a_segment_that_is_gone_is_refused(data, tmp_path):
         commit_tasks(tasks)
 
 
+@pytest.mark.long
 def test_a_coordinator_that_stops_continues_from_the_receipts(data, tmp_path, monkeypatch):
     """A commit fails behind each generation; the same call continues, to the same bytes."""
     from tracestore.store.io.folder_target import FolderTarget
@@ -432,6 +438,7 @@ def test_a_coordinator_that_stops_continues_from_the_receipts(data, tmp_path, mo
     assert files_of(tmp_path / "s.zarr") == files_of(tmp_path / "one.zarr")
 
 
+@pytest.mark.long
 def test_two_coordinators_add_each_source_once(data, tmp_path):
     one, other = (plan_tasks(sources, tmp_path / "s.zarr") for sources in (data, data))
     for task in one:
@@ -448,6 +455,7 @@ def test_two_coordinators_add_each_source_once(data, tmp_path):
     assert verify_store(tmp_path / "s.zarr").damaged == {}
 
 
+@pytest.mark.long
 def test_processes_of_one_command(data, tmp_path):
     run_tasks(data, tmp_path / "one.zarr")
     convert(data, tmp_path / "s.zarr", "--plan", tmp_path / "plan.json")
@@ -458,6 +466,7 @@ def test_processes_of_one_command(data, tmp_path):
     assert "it is committed" in error_of("work", tmp_path / "plan.json", "--workers", 2, code=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_kills", [2, 3])
 def test_a_killed_process_is_repeated_three_times_at_most(data, tmp_path, failing, num_kills):
     tasks = plan_tasks(data, tmp_path / "s.zarr")
@@ -473,6 +482,7 @@ def test_a_killed_process_is_repeated_three_times_at_most(data, tmp_path, failin
             assert "batch_3.pkl.gz" in error and "killed 3 times (signal 9)" in error
 
 
+@pytest.mark.long
 def test_commands(data, tmp_path):
     file, store = tmp_path / "plan.json", tmp_path / "s.zarr"
     convert(data, store, "--plan", file)

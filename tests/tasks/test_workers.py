@@ -42,6 +42,7 @@ def test_bytes_do_not_depend_on_the_number_of_processes(data, tmp_path, codec):
         assert store.internals.manifest.num_segments == store.internals.manifest.generation == 6
 
 
+@pytest.mark.long
 def test_files_that_are_added_are_runs_of_their_own(data, tmp_path):
     convert(data, tmp_path / "1.zarr")
     convert(data, tmp_path / "2.zarr", "--workers", 2)
@@ -61,6 +62,7 @@ def test_one_task_is_written_in_this_process(data, tmp_path, monkeypatch):
     assert len(tracestore.open(tmp_path / "s.zarr")) == 24 and not (tmp_path / "s.zarr" / paths.RECEIPTS).exists()
 
 
+@pytest.mark.long
 def test_reports_and_errors_are_those_of_one_process(data, tmp_path):
     """An unreadable source in the middle, with and without --skip-bad."""
     write_pickle(data / "batch_3.pkl.gz", [make_trace(30), {"question_id": "bad"}])
@@ -117,6 +119,7 @@ def test_random_sources_give_the_same_traces(tmp_path, monkeypatch, seed):
     assert one.returncode == 0
 
 
+@pytest.mark.long
 def test_a_plan_that_was_not_committed_is_continued(data, tmp_path, monkeypatch):
     """By one worker, too, and without reading again what a task has written."""
     store = tmp_path / "s.zarr"
@@ -133,6 +136,7 @@ def test_a_plan_that_was_not_committed_is_continued(data, tmp_path, monkeypatch)
     assert tree_bytes(store) == tree_bytes(tmp_path / "1.zarr")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("skip_bad", [[], ["--skip-bad"]])
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_a_source_that_changes_during_an_interruption_is_planned_again(data, tmp_path, is_gone, skip_bad):
@@ -147,6 +151,7 @@ def test_a_source_that_changes_during_an_interruption_is_planned_again(data, tmp
     assert tree_bytes(store) == tree_bytes(tmp_path / "1.zarr")
 
 
+@pytest.mark.long
 def test_a_script_needs_no_main_guard(data, tmp_path):
     convert(data, tmp_path / "1.zarr", "--dtype", "keep")
     script = (
@@ -170,6 +175,7 @@ def test_watch_reads_with_threads(data, tmp_path, monkeypatch):
         assert repr(read_all(one)) == repr(read_all(other))
 
 
+@pytest.mark.long
 def test_a_process_writes_one_task_after_the_other(data, tmp_path, failing):
     with failing(-1, "pass") as started:
         convert(data, tmp_path / "s.zarr", "--workers", 2)
@@ -177,6 +183,7 @@ def test_a_process_writes_one_task_after_the_other(data, tmp_path, failing):
     assert len(tracestore.open(tmp_path / "s.zarr")) == 24
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_the_same_command_writes_only_what_was_not_written(data, tmp_path, failing, is_killed):
     """A source is refused, or its worker is killed; the receipts of the tasks behind it stay."""
@@ -197,6 +204,7 @@ def test_the_same_command_writes_only_what_was_not_written(data, tmp_path, faili
     assert tree_bytes(store) == tree_bytes(tmp_path / "1.zarr")
 
 
+@pytest.mark.long
 def test_a_full_disk_of_a_worker_is_exit_4(data, tmp_path, failing):
     with failing(1, "raise errors.DiskFullError('no space left')"):
         assert "no space left" in error_of("convert", data, tmp_path / "s.zarr", "--workers", 2, code=4)
@@ -206,6 +214,7 @@ def test_a_full_disk_of_a_worker_is_exit_4(data, tmp_path, failing):
     assert tree_bytes(tmp_path / "s.zarr") == tree_bytes(tmp_path / "1.zarr")
 
 
+@pytest.mark.long
 def test_graphs_and_sequences(tmp_path):
     torch = pytest.importorskip("torch")
     folder, traces = tmp_path / "data", make_traces(3)

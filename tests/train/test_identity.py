@@ -58,6 +58,7 @@ def exchanged(traces):
     return traces
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [with_other_traces, with_one_bit, with_other_attention, exchanged])
 def test_another_store_of_the_same_ids_and_labels_is_refused(change, tmp_path):
     one, other = write_labeled(tmp_path / "one.zarr"), changed(tmp_path / "other.zarr", change)
@@ -73,6 +74,7 @@ def test_another_store_of_the_same_ids_and_labels_is_refused(change, tmp_path):
     error_of(*words, "--epochs", 2, "--resume", code=2)  # one that is not finished
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of", ["an older version", "a newer version"])
 def test_a_run_with_other_options_is_of_another_version(of, tmp_path):
     store, last = write_labeled(tmp_path / "s.zarr"), tmp_path / "r/lstm_solo/last.pt"
@@ -87,6 +89,7 @@ def test_a_run_with_other_options_is_of_another_version(of, tmp_path):
     assert "last.pt is of another version of tracestore; train without --resume" in error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["copied", "moved", "appended", "merged", "compressed", "rewritten in segments"])
 def test_the_same_traces_in_another_store_continue(how, tmp_path):
     store, again = write_labeled(tmp_path / "s.zarr"), tmp_path / "again.zarr"
@@ -122,6 +125,7 @@ def test_the_digest_does_not_depend_on_the_order(tmp_path):
     assert one.digest(np.array([0, 3])) == two.digest(np.array([39, 36]))
 
 
+@pytest.mark.long
 def test_results_name_the_traces_and_compare_reports_others(tmp_path):
     one, other = write_labeled(tmp_path / "one.zarr"), changed(tmp_path / "other.zarr", with_one_bit)
     train(one, tmp_path / "r1")
@@ -136,6 +140,7 @@ def test_results_name_the_traces_and_compare_reports_others(tmp_path):
     assert "note:" not in command("compare", tmp_path / "r1", tmp_path / "r3", check=0).stdout
 
 
+@pytest.mark.long
 def test_a_digest_takes_less_time_than_a_loop_over_the_traces(tmp_path):
     trace = make_traces(1, tokens=1, layers=1, dim=1, heads=1)[0]
     with tracestore.create(tmp_path / "s.zarr") as writer:

@@ -61,6 +61,7 @@ def test_each_checkpoint_has_the_losses_of_all_its_steps(make, monkeypatch):
     assert reported == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.long
 def test_losses_do_not_depend_on_when_they_are_read(make, tmp_path):
     states = []
     for interval in (0.0, 1e9):

@@ -63,6 +63,7 @@ def test_a_signal_or_kill_of_one_rank_ends_all(driver, labeled, tmp_path, signum
     assert np.allclose(*found["losses"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 def test_ranks_with_slices_of_different_sizes_try_the_same_micro_batches(driver, labeled, tmp_path):
     """Slices of 3, 2 and 2 traces stop after the same attempts, with a checkpoint.
 

@@ -181,6 +181,7 @@ def test_results_do_not_depend_on_the_idle_team(labeled, tmp_path, contention):
     assert results[0] == results[1]
 
 
+@pytest.mark.long
 def test_train_predict_plan_and_benchmark_watch_the_processors(labeled, tmp_path, monkeypatch):
     watched, adapt = [], devices._adapt_spinning
     monkeypatch.setattr(devices, "_adapt_spinning", lambda count: [watched.append(count), adapt(count)][1])

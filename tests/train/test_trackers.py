@@ -37,6 +37,7 @@ class Service(_TrackedRun):
         pass
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 6), st.booleans()), max_size=8))
 def test_every_step_is_sent_once_whenever_a_training_is_killed_and_resumes(tmp_path_factory, parts):
     """Each part goes back by some steps, as a resumed training does, runs, and ends with or without a checkpoint."""
@@ -72,6 +73,7 @@ def test_a_damaged_file_of_a_run_is_refused(tmp_path, content):
         Service(tmp_path, {}, is_new=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("logger", RUNS)
 def test_a_run_continues_after_a_kill(logger, tmp_path, monkeypatch):
     pytest.importorskip(logger)
@@ -130,6 +132,7 @@ def test_each_service_gets_all_numbers_of_the_trainings_that_name_it(trainings, 
     assert sorted(found) == sorted(expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("logger", RUNS)
 def test_training_writes_for_a_logger(logger, labeled, tmp_path, monkeypatch):
     pytest.importorskip(logger)

@@ -87,15 +87,18 @@ def assert_expected_records(folder, files):
     assert count and not faults, f"{len(faults)} faults in {count} files:\n" + "\n".join(faults[:20])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype,kind", KINDS)
 def test_pickles_give_the_expected_records(tmp_path, dtype, kind):
     assert_expected_records(tmp_path, pickles(dtype, kind))
 
 
+@pytest.mark.long
 def test_sequences_give_the_expected_records(tmp_path):
     assert_expected_records(tmp_path, sequence_files())
 
 
+@pytest.mark.long
 def test_graphs_give_the_expected_records(tmp_path):
     assert_expected_records(tmp_path, graph_files())
 

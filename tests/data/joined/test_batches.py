@@ -199,6 +199,7 @@ def test_a_closed_store_and_one_that_is_missing(pair, tmp_path):
         tracestore.open([pair[0], tmp_path / "none.zarr"])
 
 
+@pytest.mark.long
 def test_pickled_stores_and_worker_processes(joined):
     one = joined[0]
     copy = pickle.loads(pickle.dumps(one[5:20]))

@@ -15,6 +15,7 @@ __all__ = ["local_store", "remote", "remote_store", "server", "uploaded", "writt
 OPTIONS = {"sequence": {}, "graph": {"as_pyg": False}, "tokens": {"batch_size": 9}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_first", [True, False])
 def test_batches_of_a_local_and_a_remote_store(local_store, remote_store, tmp_path, is_first):
     own = write_store(tmp_path / "own", [make_trace(100 + k, tokens=3, dim=32) for k in range(9)])
@@ -29,6 +30,7 @@ def test_batches_of_a_local_and_a_remote_store(local_store, remote_store, tmp_pa
         np.testing.assert_array_equal(copy[40].hidden_states, merged[40].hidden_states)
 
 
+@pytest.mark.long
 def test_files_that_the_cache_evicts_are_fetched_again(remote_store, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACESTORE_CACHE_SIZE", "60000")
     own = write_store(tmp_path / "own", [make_trace(100 + k, tokens=3, dim=32) for k in range(9)])

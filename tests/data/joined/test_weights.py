@@ -90,6 +90,7 @@ def test_a_subset_is_mixed_by_the_stores_of_its_traces(joined):
     assert [batch[0] for batch in trace_numbers(loader)] == [3, 30, 1, 15, 2, 20, 3, 30]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{}, {"weights": [3, 1], "epoch_size": 45}, {"weights": [1, 5], "shuffle": "buffer", "buffer_size": 6}]
 )

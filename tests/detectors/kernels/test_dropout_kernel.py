@@ -58,6 +58,7 @@ def test_groups_of_rows_use_streams_of_their_own(on_kernel, dtype):
         assert np.array_equal(out[group] != 0, expected(masks, 4 + (group << 16), [1] * 3, 100, bound))
 
 
+@pytest.mark.long
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 9), min_size=2, max_size=6), st.data())
 @settings(max_examples=15, deadline=None)
 def test_a_slice_of_a_batch_has_the_masks_of_the_whole_batch(kernels, key, rows, data):

@@ -53,6 +53,7 @@ MOST = {"lstm_solo": 90, "gnn_det_lstm": 180, "gvae_lstm": 250}
 EARLIER = {"lstm_solo": (284, 442), "gnn_det_lstm": (709, 891), "gvae_lstm": (783, 994)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("name", MOST)
 def test_a_step_starts_few_operations(store, tmp_path, name, precision):

@@ -110,6 +110,7 @@ def test_gradients_of_a_replay_are_not_added_to_others(store, recordings, tmp_pa
         loss.backward()
 
 
+@pytest.mark.long
 def test_a_step_of_the_optimizer_that_cannot_be_recorded_is_computed(store, recordings, tmp_path, monkeypatch):
     sizes = SIZES | {"dropout": 0.0}
     expected = train(trainer_of(store, "lstm_solo", tmp_path / "plain", sizes=sizes))
@@ -160,6 +161,7 @@ def test_memory_that_runs_out_releases_the_recordings(store, recordings, tmp_pat
     assert [(e["size_before"], e["size_after"]) for e in trainer.guard.events] == [(4, 4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("not permitted")])
 def test_a_step_that_cannot_be_recorded_is_computed_as_before(store, recordings, tmp_path, monkeypatch, error):
     sizes = SIZES | {"dropout": 0.0}

@@ -168,6 +168,7 @@ def test_trace_without_a_group_has_the_share_of_all_training_traces(tmp_path):
     assert detector.score(store, np.arange(12)).tolist() == pytest.approx([1 / 4, 2 / 11, 2 / 11] * 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "num_layers"), [("probe_logprob", 1), ("probes_logprob", 2)])
 def test_combination_is_a_regression_on_cross_fitted_logits(store, name, num_layers):
     detector = make(name, num_layers=num_layers).fit(store, TRAIN, LABELS[TRAIN])
@@ -182,6 +183,7 @@ def test_combination_is_a_regression_on_cross_fitted_logits(store, name, num_lay
     np.testing.assert_allclose(detector.score(store, TEST), by_newton(both, 1.0)[TEST], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 def test_an_infinite_log_probability_leaves_its_trace_out(tmp_path):
     traces = [make_labeled(k) for k in range(COUNT)]
     for k in (3, 50):
@@ -238,6 +240,7 @@ def test_column_that_is_constant_in_training_is_only_centered(value):
     np.testing.assert_allclose(std[:2].numpy(), tokens[:, :2].numpy().std(0, ddof=1), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_training_trace_with_nan_is_left_out_of_every_detector(tmp_path):
     """One such trace changes no score, or the detector cannot be fitted; never are all scores missing."""
     traces = [make_labeled(k) for k in range(COUNT)]
@@ -260,6 +263,7 @@ def test_training_trace_with_nan_is_left_out_of_every_detector(tmp_path):
             assert np.isfinite(found).all(), name
 
 
+@pytest.mark.long
 def test_pooled_network_learns(tmp_path):
     traces = [make_labeled(k, shift=9.0) for k in range(COUNT)]
     store = tracestore.open(write_published(tmp_path / "strong.zarr", traces))

@@ -71,6 +71,7 @@ def test_traces_are_read_one_by_one(write, limit, tmp_path):
     assert peak < limit
 
 
+@pytest.mark.long
 def test_rows_that_wait_for_their_traces_do_not_keep_the_batches_of_the_reader(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [(k, layer) for layer in range(SHAPE[0]) for k in range(COUNT)]

@@ -204,6 +204,7 @@ def stores(draw):
     return traces, values
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", [5, *long(25)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_any_store_survives(tmp_path_factory, format, examples):

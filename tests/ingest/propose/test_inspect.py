@@ -72,6 +72,7 @@ def test_files_without_states_are_described(tmp_path):
     assert "No array of floating-point numbers is named as hidden states" in text
 
 
+@pytest.mark.long
 def test_a_large_file_and_many_files_are_not_read_whole(tmp_path):
     lines = [json.dumps({"id": f"q{k}", "layer_3": [[1.5, 2.5], [0.5, k]][: 1 + k % 2]}) for k in range(10_000)]
     (tmp_path / "in").mkdir()

@@ -566,6 +566,7 @@ def test_ids_number_rows_in_another_order_rule_13a(tmp_path, ids, where, suffix)
     refuse(tmp_path, "the ids may number rows in another order")
 
 
+@pytest.mark.long
 def test_ids_of_which_a_part_is_looked_at_number_rows_rule_13a(tmp_path):
     count, folder = 2100, tmp_path / "in"
     folder.mkdir()

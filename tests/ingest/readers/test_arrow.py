@@ -183,6 +183,7 @@ def test_amplified_files_are_not_converted(tmp_path, name):
     assert name in refusal_of_convert(tmp_path / name)
 
 
+@pytest.mark.long
 def test_repeated_labels_and_texts_are_read(tmp_path):
     count = 100_000
     table = pa.table({"label": [1] * count, "model": ["a model"] * count, "context": ["c" * 500] * count})

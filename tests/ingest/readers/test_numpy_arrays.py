@@ -116,6 +116,7 @@ def test_void_of_archives_and_of_bytes_is_no_bfloat16(tmp_path, is_packed):
             assert root["x"].read((1,)).view("<u2").tolist() == [3, 4, 5]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["zeros", "overlapping entries", "objects", "texts"])
 def test_amplified_files_end(tmp_path, name):
     path = tmp_path / "a.npz"
@@ -139,6 +140,7 @@ def test_amplified_files_end(tmp_path, name):
     refusal_in_child(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 4, 40])
 def test_an_archive_in_a_compressed_file_is_limited_by_the_file(tmp_path, count):
     arrays = {f"x{k}": np.zeros((72 << 20) // count, "u1") for k in range(count)}

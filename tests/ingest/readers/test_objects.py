@@ -202,6 +202,7 @@ def test_objects_that_hold_themselves_end(tmp_path):
     assert refusal(path)
 
 
+@pytest.mark.long
 def test_malicious_files_are_read_as_data_or_refused(tmp_path):
     for number, case in enumerate(small_files()):
         if number % 7 == 0 and len(case.data):

@@ -81,6 +81,7 @@ def test_the_length_of_a_header_may_begin_like_a_compressed_file(tmp_path, flags
         assert root["x"].read().tolist() == [1, 2]
 
 
+@pytest.mark.long
 def test_a_header_of_many_names_ends(tmp_path):
     path = tmp_path / "a.safetensors"
     entry = b'"dtype":"F16","shape":[0],"data_offsets":[0,0]}'

@@ -14,6 +14,7 @@ from tracestore.store.format import schema
 from tracestore.store.maintain.verify import verify_store
 
 
+@pytest.mark.long
 def test_edges_that_leave_their_graph_are_refused(tmp_path):
     (edges,) = (p for p in valid_stores(tmp_path) if p.stem == "edges")
     store = Store(edges)
@@ -52,6 +53,7 @@ def test_invalid_values_of_the_manifest_are_refused(single_generation):
     assert not verify_store(single_generation).damaged
 
 
+@pytest.mark.long
 def test_invalid_values_of_the_index_are_refused(single_generation):
     """Replace the first number of each array of the index by extreme values; no command has an unexpected error."""
     original = Store(single_generation)

@@ -143,6 +143,7 @@ def store(tmp_path):
     return tmp_path / "s.zarr"
 
 
+@pytest.mark.long
 def test_a_subset_keeps_bytes_scores_order_and_sources(store, tmp_path):
     (tmp_path / "ids.txt").write_text("q14\nq4\r\n\nq0\n")
     done = cli("subset", store, tmp_path / "some.zarr", "--ids", tmp_path / "ids.txt", "--json")
@@ -159,6 +160,7 @@ def test_a_subset_keeps_bytes_scores_order_and_sources(store, tmp_path):
     assert_same(whole, tracestore.open(tmp_path / "some.zarr"))
 
 
+@pytest.mark.long
 def test_subsets_by_segment_and_by_split(store, tmp_path):
     # The traces of each source are in their own segment; the second sample of q4 does not change that.
     cli("subset", store, tmp_path / "two.zarr", "--segments", "0,2")
@@ -174,6 +176,7 @@ def test_subsets_by_segment_and_by_split(store, tmp_path):
     assert not (ids["train"] & ids["val"] or ids["train"] & ids["test"] or ids["val"] & ids["test"])
 
 
+@pytest.mark.long
 def test_a_subset_of_all_traces_equals_a_merge(store, tmp_path):
     merge_stores([store], tmp_path / "a.zarr", chosen=[np.arange(15)])
     merge_stores([store], tmp_path / "b.zarr")
@@ -297,6 +300,7 @@ def test_a_repeated_merge_compares_only_traces_in_other_segments(tmp_path, monke
         merge()
 
 
+@pytest.mark.long
 def test_a_merge_lists_the_newest_source_of_a_name_last(tmp_path):
     """A file was changed, and the change was taken back."""
     versions = [make_traces(1), make_traces(2)]

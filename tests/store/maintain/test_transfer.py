@@ -63,6 +63,7 @@ def batches(path):
     return [(b.question_id, b.x.clone(), b.edge_index.clone(), b.edge_attr.clone()) for b in loader]
 
 
+@pytest.mark.long
 def test_whole_segments_are_linked_and_stay_when_the_sources_go(stores, tmp_path):
     merge_by_copying(stores, tmp_path / "copied.zarr")
     merge_stores(stores, tmp_path / "m.zarr")
@@ -93,6 +94,7 @@ def test_segments_are_copied_if_some_of_their_traces_are_not_wanted(stores, tmp_
     assert_equal(tmp_path / "m.zarr", tmp_path / "copied.zarr")
 
 
+@pytest.mark.long
 def test_segments_with_a_trace_that_exists_are_copied(stores, tmp_path):
     """The destination or an earlier source has it."""
     traces, third = make_traces(12), tmp_path / "three.zarr"
@@ -113,6 +115,7 @@ def test_a_conflict_keeps_the_sources_before_it(stores, tmp_path):
     assert linked(tmp_path / "m.zarr", *stores)[0] == 4 * 8 and verify_store(tmp_path / "m.zarr").damaged == {}
 
 
+@pytest.mark.long
 def test_another_writer_adds_the_same_traces(stores, tmp_path, monkeypatch):
     """Before the merge has taken their segment over, and before it commits."""
     traces, path, append = make_traces(12), tmp_path / "m.zarr", transfer.Transfer.append
@@ -175,6 +178,7 @@ def test_damage_of_a_source_is_found(stores, tmp_path):
     assert any("attention/c/0" in path for path in verify_store(tmp_path / "m.zarr").damaged)
 
 
+@pytest.mark.long
 def test_a_segment_of_another_trace_than_the_index_says_is_refused(stores, tmp_path, monkeypatch):
     with tracestore.open(stores[0]) as store:
         index = type(store.internals.index)
@@ -183,6 +187,7 @@ def test_a_segment_of_another_trace_than_the_index_says_is_refused(stores, tmp_p
         merge_stores(stores[:1], tmp_path / "m.zarr")
 
 
+@pytest.mark.long
 def test_sources_that_share_segments_are_committed_together(tmp_path, monkeypatch):
     """Two files in a segment, and one file in two segments."""
     for k in range(4):
@@ -232,6 +237,7 @@ def merge_with_a_fault(stores, path, at, error):
         os._exit(1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [None, errno.ENOSPC])
 @pytest.mark.parametrize("step", [23, *long(1)])
 def test_a_kill_or_a_full_disk_at_each_call(tmp_path, error, step):

@@ -67,6 +67,7 @@ def test_missing_fields_raise(tmp_path):
         store.require_view("graph")
 
 
+@pytest.mark.long
 def test_reading_imports_neither_zarr_nor_torch(store_path):
     code = (
         "import sys, tracestore; s = tracestore.open(sys.argv[1]); "
@@ -75,6 +76,7 @@ def test_reading_imports_neither_zarr_nor_torch(store_path):
     assert run_cli("-c", code, store_path, check=0).stdout.strip() == "[]"
 
 
+@pytest.mark.long
 def test_an_open_store_prints_nothing_when_the_interpreter_ends(store_path):
     code = "import sys, tracestore; store = tracestore.open(sys.argv[1]); trace = store[0]; import numpy; numpy.keep = store"
     assert run_cli("-c", code, store_path, check=0).stderr == ""

@@ -199,6 +199,7 @@ def test_files_truncated_before_opening(tmp_path, case):
     assert {n.split("/", 2)[2] for n in unread if n.startswith("segments/")} <= {"zarr.json"}, unread
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_files_truncated_while_open(tmp_path, case):
     whole = make_store(tmp_path / "whole.zarr", **CASES[case])

@@ -89,6 +89,7 @@ def test_missing_credentials_are_an_error_of_one_line(remote_store, monkeypatch)
     assert done.returncode in (1, 2) and done.stderr.count("\n") == 1 and len(done.stderr) < 500
 
 
+@pytest.mark.long
 def test_a_forked_worker_reports_the_error_of_the_server(remote_store, proxy, monkeypatch):
     monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.5")
     dataset = tracestore.TraceDataset(remote_store, view="sequence")

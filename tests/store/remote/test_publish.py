@@ -105,6 +105,7 @@ def test_duplicates_are_compared_by_content(remote):
         assert len(store) == 2
 
 
+@pytest.mark.long
 def test_score_merge_and_subset_accept_urls(remote, store_path, tmp_path):
     merged, part = remote.replace("/store.zarr", "/merged.zarr"), remote
     command("merge", store_path, merged, check=0)
@@ -143,6 +144,7 @@ def test_a_merge_in_a_bucket_lets_the_server_copy(own_remote_store, local_store,
     assert tree_bytes(tmp_path / "again.zarr") == tree_bytes(tmp_path / "merged.zarr")
 
 
+@pytest.mark.long
 def test_a_merge_in_a_bucket_finds_missing_objects_and_other_sizes(own_remote_store, local_store):
     merged, objects = own_remote_store.replace("/store.zarr", "/merged.zarr"), ObjectStore(own_remote_store)
     path = next(p for p in objects.list_recursive("segments") if "/attention/c/" in p)
@@ -164,6 +166,7 @@ def test_old_generations_are_removed(remote):
     assert sum(p.startswith("index/") for p in found) <= 8
 
 
+@pytest.mark.long
 def test_overwrite_keeps_the_store_until_all_sources_are_accepted(remote, folder, tmp_path):
     convert(folder, remote)
     before = objects_of(remote)
@@ -181,6 +184,7 @@ def test_overwrite_keeps_the_store_until_all_sources_are_accepted(remote, folder
     assert verify_store(remote).damaged == {}
 
 
+@pytest.mark.long
 def test_writing_recovers_from_errors_of_the_server(remote, folder, tmp_path, proxy):
     rng = random.Random(11)
     plan = [rng.choice(["503", "cut", "lost", None, None, None]) for _ in range(100_000)]
@@ -191,6 +195,7 @@ def test_writing_recovers_from_errors_of_the_server(remote, folder, tmp_path, pr
     assert_same_store(remote, tmp_path / "local.zarr")
 
 
+@pytest.mark.long
 def test_an_outage_keeps_committed_traces_and_the_writer_can_continue(remote, proxy, monkeypatch, tmp_path):
     monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.5")
     traces = make_traces(4)
@@ -261,6 +266,7 @@ def test_a_failed_first_commit_can_be_repeated(remote, proxy, folder, tmp_path, 
     assert_same_store(remote, tmp_path / "local.zarr")
 
 
+@pytest.mark.long
 def test_a_trace_whose_commit_failed_can_be_appended_again(remote, proxy, monkeypatch):
     monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.5")
     trace = make_traces(1)[0]
@@ -318,6 +324,7 @@ def test_a_fault_at_each_put_of_a_commit(remote, proxy, fault):
     assert verify_store(remote).damaged == {}
 
 
+@pytest.mark.long
 def test_a_manifest_that_old_ones_made_room_for_is_not_a_commit(remote):
     """Others have committed and removed the next generation: its number is free, and still the commit comes too late."""
     traces = make_traces(6)

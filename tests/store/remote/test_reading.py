@@ -180,6 +180,7 @@ def test_a_store_opens_while_a_writer_removes_generations(own_remote_store):
         thread.join()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shuffle", ["global", "block"])
 def test_tokens_equal_those_of_the_local_store(remote_store, local_store, tmp_path, shuffle):
     """Also where the disk cache holds a part of the files only."""

@@ -17,6 +17,7 @@ from tracestore.store.remote.publish import RemoteTarget
 FAULTS = ["lost", "503", "cut"]
 
 
+@pytest.mark.long
 def test_a_small_commit_sends_at_most_15_requests(remote, proxy, tmp_path, monkeypatch):
     """Opening with an empty cache included, the files of the segment left out."""
     for k, trace in enumerate(make_traces(6)):

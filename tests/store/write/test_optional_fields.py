@@ -242,6 +242,7 @@ def test_verify_detects_inconsistent_fields(tmp_path, name, change, reason):
             _ = trace.optional_fields
 
 
+@pytest.mark.long
 def test_random_changes_of_the_arrays_never_end_in_another_error(tmp_path):
     rng = random.Random(0)
     names = [name for arrays in schema.OPTIONAL_ARRAYS.values() for name in arrays]

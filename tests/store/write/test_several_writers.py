@@ -393,6 +393,7 @@ def convert_files(path, first, seed):
     convert(folder, path)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("works", [(append, append), (append, convert_files), (convert_files, convert_files)])
 def test_two_processes_write_at_once(tmp_path, works):

@@ -44,6 +44,7 @@ def test_traces_are_read_back_as_written(tmp_path, codec, attention):
     assert verify_store(tmp_path / "s.zarr").damaged == {}
 
 
+@pytest.mark.long
 def test_many_commits_merge_the_index_parts(tmp_path):
     path = tmp_path / "s.zarr"
     store = tracestore.open(write_store(path, make_traces(40), commit_after=range(40)))

@@ -23,6 +23,7 @@ def test_two_hundred_folders_are_right_or_refused_in_every_way():
         assert results["right"] >= least * results.total(), (way, results)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("structure", generated.STRUCTURES, ids=lambda s: s.__name__)
 def test_every_structure_is_right_unchanged(structure):
     """Sizes may be equal, or one."""

@@ -59,6 +59,7 @@ def trace_bytes(trace):
     return trace.hidden_states.nbytes + trace.attention_packed.nbytes
 
 
+@pytest.mark.long
 def test_a_random_trace_costs_its_own_bytes(large_store, large_url, proxy):
     with tracestore.open(large_store) as local, tracestore.open(large_url) as store:
         for index, most in ((6, 8), (5, 3), (6, 0), (11, 8)):
@@ -217,6 +218,7 @@ print(sum(float(store[k].hidden_states.astype("f4").sum()) for k in (6, 5)))
 """
 
 
+@pytest.mark.long
 def test_processes_fetch_a_layer_once(large_store, large_url, proxy):
     words = [sys.executable, "-c", READ, large_url]
     processes = [subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]

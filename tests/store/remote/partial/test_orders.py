@@ -44,6 +44,7 @@ def loader_and_advice(store, **options):
     return loader, [float(number) * UNITS[unit] for number, unit in found]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tokens", "codec", "share"), [(130, "none", 2.0), (130, "none", 0.25), (30, "none", 2.0), (30, "blosc-zstd", 2.0)]
 )
