@@ -12,12 +12,14 @@ from tracestore.console import Output
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
+from tracestore.ingest.execute.values import check_agreement
 from tracestore.ingest.exports.export_manifest import ExportFacts
 from tracestore.ingest.score_files import ScoreRow, ambiguous_direction, direction_of
 from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.stored_values import ChangedValues, keys_of, without_row_note
 from tracestore.store.format import schema
 from tracestore.store.format.labels import HALLUCINATION
+from tracestore.store.vocabulary import JUDGMENTS
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock, WrittenSegment
@@ -124,6 +126,9 @@ class Scoring:
         else:
             self._matched.add(self.file.key_of(record.question_id, record.sample))
             self.file.check_question(record.question_id, record.sample, _question(packed))
+            if self.file.name in JUDGMENTS and not self._described.is_builtin:
+                own = {} if record.label is None else {"label": record.label}
+                check_agreement({**own, **record.scores, **record.deferred_scores, self.file.name: row.score})
         if self._described.is_builtin and writer.index.find(record.question_id, record.sample) >= 0:
             record.label = None  # fill() replaces the stored one
         if math.isnan(row.score):

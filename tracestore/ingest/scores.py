@@ -33,6 +33,8 @@ from tracestore.store.vocabulary import score_of_word
 from tracestore.words import plural
 
 _MIN_LABELS = 10  # fewer may be those of the answers with wrong scores
+# Scores of a detector, and metrics of the words of an answer: 0 and 1 are grades there.
+_METRIC = re.compile(r"(^|_)(em|f1|bleu|bleurt|rouge|meteor|bert|exact)|_score$|^p_")
 _MAX_SAMPLE = 2**31
 _NO_QUESTION = re.compile(
     r"[-+.\d]*|\W|nan|none|null|n/?a|missing", re.IGNORECASE
@@ -173,17 +175,32 @@ class Scores:
             f"have ids such as {other}; {advice}"
         )
 
+    @property
+    def is_claim(self) -> bool:
+        """Return whether the name reads as a claim, which is true or false of an answer."""
+        name = normalized(self.column)
+        return name.startswith(("is_", "has_")) or name in ("correct", "hallucinated")
+
     def check_labels(self) -> None:
-        """Raise UsageError if the labels contradict the scores, so that a label of 1 cannot mean a hallucinated answer."""
-        found = [[r.score for r in self.rows.values() if r.label == label and r.score == r.score] for label in (0, 1)]
-        if not all(found) or sum(map(len, found)) < _MIN_LABELS:
+        """Rule 14: a label of 1, a hallucinated answer, agrees with the judgment next to it, and on average with a grade."""
+        both = {key: row for key, row in self.rows.items() if row.score == row.score and row.label == row.label}
+        choice = f"choose --score-column {self.column} or --score-column {self.label_column}"
+        is_binary = {row.score for row in both.values()} <= {0, 1} and not _METRIC.search(normalized(self.column))
+        for (question_id, _), row in both.items() if self.is_claim or is_binary else ():
+            if row.score == (row.label if self.direction == CORRECT else 1 - row.label):
+                raise InvalidInputError(
+                    f"found {self.column} {row.score:g} and {self.label_column} {row.label:g} (1: hallucinated) for "
+                    f"{escape_unprintable(question_id, 60)}, expected that they agree; {choice}"
+                )
+        found = [[row.score for row in both.values() if row.label == label] for label in (0, 1)]
+        if not all(found) or len(both) < _MIN_LABELS:
             return
         right, hallucinated = (sum(scores) / len(scores) for scores in found)
         if (right < hallucinated) if self.direction == CORRECT else (right > hallucinated):
             raise UsageError(
                 f"{self.path.name}: {self.label_column} and {self.column} contradict each other: of the answers with "
                 f"label 1 (hallucinated) the mean is {hallucinated:g}, of those with 0 it is {right:g} (high: "
-                f"{self.direction}); choose --score-column {self.column} or --score-column {self.label_column}"
+                f"{self.direction}); {choice}"
             )
 
     def join(self, other: "Scores") -> None:
@@ -321,8 +338,7 @@ def _score(scores: Scores, value: Any) -> float:
     score = score_value(value, scores.column)
     if not scores.is_direction_known and not math.isnan(score):
         raise ambiguous_direction(scores.column, f"{scores.path.name}: ")
-    is_judgment = scores.name.startswith("is_") or scores.name in ("correct", "hallucinated")
-    if is_judgment and not (math.isnan(score) or 0 <= score <= 1):
+    if scores.is_claim and not (math.isnan(score) or 0 <= score <= 1):
         raise InvalidInputError(f"found {score:g}, expected 0 to 1, or an empty cell", field=scores.column)
     return score
 

@@ -53,22 +53,24 @@ class ChangedValues:
 
     def set(self, index: int, scores: Mapping[str, float], label: float | None, group: str | None) -> None:
         """Set the values of a trace: NaN and "" where the sources have none, None where they say nothing."""
-        names, before = list(scores), stored_values(self.columns, index, scores)
-        if not scores.keys().isdisjoint(JUDGMENTS):
-            stored = zip(JUDGMENTS, stored_values(self.columns, index, JUDGMENTS), strict=False)  # and label, group
-            check_agreement({**dict(stored), **scores}, self._writer.index.question_id(index))
+        before = stored_values(self.columns, index, scores)
         after: list[Any] = [*scores.values(), label, group]
         if any(is_none(new) and not is_none(old) for old, new in zip(before, after, strict=True) if new is not None):
             self.lost.append(index)
-            if self._on_conflict != "keep-last":
+            if self._on_conflict == "keep-first":
                 after = [None if is_none(value) else value for value in after]
+        known = {name: value for name, value in zip(scores, after, strict=False) if value is not None}
+        if not known.keys().isdisjoint(JUDGMENTS):
+            *judged, stored_label, _ = stored_values(self.columns, index, JUDGMENTS)
+            found = {**dict(zip(JUDGMENTS, judged, strict=True)), **known}
+            found["label"] = stored_label if after[-2] is None else after[-2]
+            check_agreement(found, self._writer.index.question_id(index))
         changed = [
             (old, new)
             for old, new in zip(before, after, strict=True)
             if new is not None and old != new and not (is_none(old) and is_none(new))
         ]
         if changed:
-            known = {name: value for name, value in zip(names, after, strict=False) if value is not None}
             self._updates[index] = TraceValues(known, *after[-2:])
             self.num_replaced += not all(is_none(old) for old, _ in changed)
 
