@@ -314,6 +314,10 @@ def test_earlier_results_are_kept_unless_overwritten(path, tmp_path):
     assert "holds earlier results" in error_of(*words, code=2)
     command(*words, "--overwrite", check=0)
     assert (tmp_path / "out/folds-s.json").read_bytes() == folds
+    for text in ('{"name": "of another program"}', "[1]", "no JSON"):
+        (tmp_path / "out/benchmark.json").write_text(text)
+        assert "not the results of tracestore benchmark" in error_of(*words, "--overwrite", code=2)
+        assert (tmp_path / "out/benchmark.json").read_text() == text
     shared = ("--folds-dir", tmp_path / "out", "--output-dir", tmp_path / "other")
     command(*fast, *shared, check=0)
     assert not (tmp_path / "other/folds-s.json").exists()

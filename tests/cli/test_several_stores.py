@@ -157,8 +157,10 @@ def test_benchmark(stores, tmp_path):
     of = [results["stores"][name] for results, name in ((both, "a+b"), (merged, "merged"))]
     assert of[0]["num_traces"] == of[1]["num_traces"] == 70
     assert of[0]["detectors"].keys() == of[1]["detectors"].keys()
-    scores = [(tmp_path / name / "scores.csv").read_text() for name in ("both", "merged")]
-    assert scores[0] == scores[1]
+    assert rows_of(tmp_path / "both/scores.csv") == with_stores(tmp_path / "merged/scores.csv", stores)
+    for path, num_others in zip(stores[:2], (40, 30), strict=True):
+        with tracestore.open(path) as store:
+            assert Results.read([tmp_path / "both"], store).num_unknown == num_others
 
 
 def test_a_missing_store_and_stores_that_do_not_fit(stores, tmp_path):

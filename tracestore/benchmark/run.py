@@ -27,10 +27,10 @@ from tracestore.ingest.scores import read_scores
 from tracestore.pages.notebook import BenchmarkResults
 from tracestore.reports.benchmark_page import write_benchmark
 from tracestore.split import labeled_positions
-from tracestore.store.format.labels import CORRECT, FOLD_PREFIX
+from tracestore.store.format.labels import CORRECT, FOLD_PREFIX, STORE_COLUMN
 from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.destinations import BENCHMARK, check_output_dir, check_output_files
-from tracestore.store.io.fsio import atomic_write, write_rows
+from tracestore.store.io.fsio import atomic_write, read_json, write_rows
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.monitor import Log
 from tracestore.train.output_dir import lock_output_dir, write_json
@@ -128,8 +128,10 @@ def run_benchmark(
     options = replace(options, score_threshold=thresholds[0])
     output_dir.mkdir(parents=True, exist_ok=True)
     with lock_output_dir(output_dir):
-        if (output_dir / RESULTS).exists() and not options.overwrite:
-            raise UsageError(f"{output_dir} holds earlier results; pass --overwrite or another --output")
+        if (output_dir / RESULTS).exists():
+            if not options.overwrite:
+                raise UsageError(f"{output_dir} holds earlier results; pass --overwrite or another --output")
+            _check_replaced(output_dir / RESULTS)
         check_output_files(
             output_dir,
             (REPORT, TABLE, *(_scores_file(name, opened) for name in opened)),
@@ -139,6 +141,16 @@ def run_benchmark(
         )
         with Activity(log, show) as activity:
             return _run(opened, output_dir, options, activity)
+
+
+def _check_replaced(path: Path) -> None:
+    """Raise UsageError for a file of results that may be of another program."""
+    try:
+        is_own = read_json(path).keys() >= {"config", "stores", "transfer"}
+    except (OSError, ValueError, AttributeError):
+        is_own = False
+    if not is_own:
+        raise UsageError(f"{path}: not the results of tracestore benchmark; choose another --output")
 
 
 def _scores_file(name: str, stores: Collection[str]) -> str:
@@ -328,7 +340,8 @@ def _read_external(path: Path, data: LabeledStore) -> np.ndarray:
 def write_scores(path: Path, data: LabeledStore, measured: Sequence[Measured]) -> None:
     """Write a row for each labeled trace: its key, label and folds, and the out-of-fold scores of each detector.
 
-    The columns of a detector are its name and the scheme of the folds, separated by a colon.
+    The columns of a detector are its name and the scheme of the folds, separated by a colon. Where several stores are read
+    as one, the last column names the store of the trace.
     """
     columns = [(f"{m.name}:{scheme}", scores) for m in measured for scheme, scores in m.scores.items()]
     header = (
@@ -338,6 +351,7 @@ def write_scores(path: Path, data: LabeledStore, measured: Sequence[Measured]) -
         "group",
         *(f"{FOLD_PREFIX}{s}" for s in data.folds),
         *(c for c, _ in columns),
+        *((STORE_COLUMN,) if len(data.store.internals.members) > 1 else ()),
     )
     rows = []
     for k, (index, question) in enumerate(
@@ -346,5 +360,6 @@ def write_scores(path: Path, data: LabeledStore, measured: Sequence[Measured]) -
         trace = data.store[index]
         values = ["" if np.isnan(scores[k]) else float(scores[k]) for _, scores in columns]
         folds = [int(folds[k]) for folds in data.folds.values()]
-        rows.append((question, trace.sample, int(data.y[k]), trace.group, *folds, *values))
+        key = question, trace.sample, int(data.y[k]), trace.group
+        rows.append((*key, *folds, *values, *data.store.internals.store_of(index)))
     write_rows(path, header, rows)

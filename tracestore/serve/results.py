@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -113,20 +113,22 @@ class Results:
         else:
             self._read_predictions(rows, columns, store)
 
-    def _index(self, row: dict[str, str], store: TraceStore) -> int | None:
-        """Return the index of the trace of a row; None, and a higher number of unknown traces, if the store lacks it."""
-        try:
-            return store.index_of(row["question_id"], int(row["sample"]))
-        except KeyError:
-            self.num_unknown += 1
-            return None
+    def _rows_of(self, rows: Iterable[dict[str, str]], store: TraceStore) -> Iterator[tuple[int, dict[str, str]]]:
+        """Yield the rows of the traces of the store with their indices, and count the other rows."""
+        here, find = store.internals.files.location, store.internals.index.find
+        is_here = cache(lambda text: text is None or is_same_location(here, parse_location(text)))
+        for row in rows:
+            if is_here(row.get(STORE_COLUMN)) and (index := find(row["question_id"], int(row["sample"]))) >= 0:
+                yield index, row
+            else:
+                self.num_unknown += 1
 
     def _read_benchmark(self, rows: "csv.DictReader[str]", schemes: Sequence[str], store: TraceStore) -> None:
         """Read the scores of a benchmark as ranks, because the scores of detectors and folds have no common scale.
 
         As many traces of the highest ranks are predicted hallucinated as are labeled so.
         """
-        found = {index: row for row in rows if (index := self._index(row, store)) is not None}
+        found = dict(self._rows_of(rows, store))
         indices = list(found)
         hallucinated = float(np.mean([float(row["label"]) for row in found.values()])) if found else 0.0
         for name in rows.fieldnames or ():
@@ -151,14 +153,7 @@ class Results:
         lowest = math.inf
         sums = {name: np.zeros(len(store)) for name in names}
         counts = {name: np.zeros(len(store), int) for name in names}
-        here = store.internals.files.location
-        is_here = cache(lambda text: text is None or is_same_location(here, parse_location(text)))
-        for row in rows:
-            if not is_here(row.get(STORE_COLUMN)):
-                self.num_unknown += 1
-                continue
-            if (index := self._index(row, store)) is None:
-                continue
+        for index, row in self._rows_of(rows, store):
             for name in names:
                 value = float(row[name]) if row[name] else math.nan
                 if not math.isnan(value):
