@@ -545,7 +545,7 @@ def test_a_judgment_of_a_layout_and_a_scores_file(tmp_path, header, flags, refus
         items = [item | {"ok": value} for item, value in zip(items, correct, strict=True)]
     dump(tmp_path / "in/a.pkl", items)
     width = header.count(",")
-    (tmp_path / "judge.csv").write_text(f"{header}\n" + "".join(f"q{k}{',1' * width}\n" for k in range(4)))
+    (tmp_path / "judge.csv").write_text(f"{header}\n" + "".join(f"q{k},1{',0' * (width - 1)}\n" for k in range(4)))
     arguments = tmp_path / "in", tmp_path / "s.zarr", *layout, "--scores", tmp_path / "judge.csv", *flags
 
     if refused:

@@ -344,22 +344,16 @@ def write_scores(path: Path, data: LabeledStore, measured: Sequence[Measured]) -
     as one, the last column names the store of the trace.
     """
     columns = [(f"{m.name}:{scheme}", scores) for m in measured for scheme, scores in m.scores.items()]
-    header = (
-        "question_id",
-        "sample",
-        "label",
-        "group",
-        *(f"{FOLD_PREFIX}{s}" for s in data.folds),
-        *(c for c, _ in columns),
-        *((STORE_COLUMN,) if len(data.store.internals.members) > 1 else ()),
-    )
+    folds = [f"{FOLD_PREFIX}{scheme}" for scheme in data.folds]
+    stores = [STORE_COLUMN] if len(data.store.internals.members) > 1 else []
+    header = ("question_id", "sample", "label", "group", *folds, *(name for name, _ in columns), *stores)
     rows = []
     for k, (index, question) in enumerate(
         zip(data.indices.tolist(), data.store.question_ids.take(data.indices), strict=True)
     ):
         trace = data.store[index]
         values = ["" if np.isnan(scores[k]) else float(scores[k]) for _, scores in columns]
-        folds = [int(folds[k]) for folds in data.folds.values()]
+        fold_of = [int(numbers[k]) for numbers in data.folds.values()]
         key = question, trace.sample, int(data.y[k]), trace.group
-        rows.append((*key, *folds, *values, *data.store.internals.store_of(index)))
+        rows.append((*key, *fold_of, *values, *data.store.internals.store_of(index)))
     write_rows(path, header, rows)

@@ -244,13 +244,14 @@ class TraceBuilder:
     def _set_scalars(self, trace: TraceCells, values: dict[str, Any], names: Iterable[str]) -> None:
         for name in names:
             for place, column in trace.columns.of(name):
-                if (value := trace.scalar(place, column)) is None:
+                value = trace.scalar(place, column)
+                if value is None or (value := typed_value(name, value)) is None:
                     continue
                 if name in values and values[name] != value:
                     raise InvalidInputError(
                         f"found {str(values[name])[:40]!r} and {str(value)[:40]!r}, expected one value", field=name
                     )
-                values[name] = typed_value(name, value)
+                values[name] = value
                 added = self.plan.layout.templates.get(name)
                 if added is not None and type(values[name]) is int and values[name] >= 0:
                     values[name] += number_of(added.fill(trace.environment), name)

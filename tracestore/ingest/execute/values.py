@@ -186,13 +186,13 @@ def describe(value: Value) -> str:
 
 
 def typed_value(name: str, value: Any) -> Any:
-    """Return a value as the type of its field; tables hold texts."""
+    """Return a value as the type of its field, None for a missing text; tables hold texts."""
     rule = rule_of(name)
     kind = None if rule is None else rule.kind
     if name == "spans":
         return field_values.spans_of_labels(value) or value
     if kind == "text" and not isinstance(value, str):
-        return key_text(value)
+        return None if value != value else key_text(value)  # pandas has NaN for None
     if kind == "number" and isinstance(value, str):
         return number_of(value, name)
     if kind == "number" and isinstance(value, float) and value.is_integer() and name != "temperature":
