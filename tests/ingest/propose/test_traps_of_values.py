@@ -587,6 +587,31 @@ def test_ids_do_not_number_rows(tmp_path, ids):
     assert [trace.score for trace in accept(tmp_path).values()] == [0, 1, 1, 0]
 
 
+@pytest.mark.parametrize("ids", [[2, 0, 1], [12, 10, 11], ["z2", "z0", "z1"], ["a2", "b0", "a1"], [900, 17, 230]])
+@pytest.mark.parametrize("name", ["idx", "id", "index", "question_id"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_table_with_numbers_of_rows_in_another_order_beside_a_stack_rule_13a(tmp_path, ids, name, is_padded):
+    mask = np.arange(6) < np.array([6, 4, 5])[:, None] if is_padded else np.ones((3, 6), bool)
+    hidden = np.stack([states(4, 6, 12, seed=k) for k in range(3)]) * mask[:, None, :, None]
+    found = {"hidden_states": hidden, "input_ids": (np.arange(18).reshape(3, 6) + 5) * mask}
+    (tmp_path / "in").mkdir()
+    np.savez(tmp_path / "in/a.npz", **found, attention_mask=mask.astype(int))
+    table(tmp_path / "in/m.csv", [{name: ids[k], "is_correct": k % 2} for k in range(3)])
+
+    refuse(tmp_path, "is_correct, question_id: joined in order, and the ids may number rows in another order")
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2], [10, 11, 12], ["z0", "z1", "z2"], ["a1", "b0", "a2"], ["c", "a", "b"]])
+def test_a_table_with_numbers_of_rows_in_order_beside_a_stack(tmp_path, ids):
+    found = {"hidden_states": states(3, 4, 6, 12), "input_ids": np.arange(18).reshape(3, 6) + 5}
+    (tmp_path / "in").mkdir()
+    np.savez(tmp_path / "in/a.npz", **found, attention_mask=np.ones((3, 6), int))
+    table(tmp_path / "in/m.csv", [{"idx": ids[k], "is_correct": k % 2} for k in range(3)])
+
+    found = {key: trace.score for (key, _), trace in accept(tmp_path).items()}
+    assert found == {str(text): k % 2 for k, text in enumerate(ids)}
+
+
 @pytest.mark.parametrize("container", ["records", "columns", "dict"])
 @pytest.mark.parametrize("sizes", [(7, 7, 7), (7, 5, 9)])
 def test_states_of_the_answer_of_as_many_layers_as_ids_rule_16(tmp_path, sizes, container):

@@ -187,19 +187,23 @@ def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
 
 
 def _moved(plan: Plan, ids: Sequence[str], *, is_partial: bool) -> list[str]:
-    """Return the labels and texts of other files that are joined in order, if the ids number rows in another order."""
-    found = [match for text in ids if (match := re.fullmatch(r"(\D*)(\d+)", text))]
-    numbers, texts = [int(match[2]) for match in found], {match[1] for match in found}
-    if (
-        len(found) < len(ids)
-        or len(texts) > 1
-        or numbers == sorted(numbers)
-        or (max(numbers) > len(numbers) and not is_partial)
-    ):
+    """Return the ids, labels and texts of other files that are joined in order, if the ids number rows in another order.
+
+    Ids of the states' own files may be larger than the number of rows: then they number none.
+    """
+    numbers: dict[str, list[int]] = {}
+    for text in ids:
+        match = re.fullmatch(r"(\D*)(\d+)", text)
+        if match is None:
+            return []
+        numbers.setdefault(match[1], []).append(int(match[2]))
+    if all(those == sorted(those) for those in numbers.values()):
         return []
-    own = {p.address.files for p in plan.places if p.name in (plan.layout.states, "question_id")}
-    of_rows = (p for p in plan.others if "N" in p.trace_names and p.rule.kind in ("score", "text"))
-    return sorted({p.name for p in of_rows if p.address.files not in own})
+    own = {place.address.files for place in plan.states}
+    others = (p for p in plan.others if "N" in p.trace_names and p.address.files not in own)
+    moved = sorted({p.name for p in others if p.name == "question_id" or p.rule.kind in ("score", "text")})
+    are_rows = len(numbers) == 1 and (is_partial or max(map(max, numbers.values())) <= len(ids))
+    return moved if "question_id" in moved or are_rows else []
 
 
 def _look_at(record: TraceRecord, outcome: Outcome) -> None:
