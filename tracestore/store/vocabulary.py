@@ -348,6 +348,7 @@ no states: weight, bias, grad, grads, gradient, gradients, std, var, logits, pro
 no attention: rollout, flow, max, min, entropy, std, var, grad, grads, gradient, gradients, ratio, lookback
 averaged: mean, avg, average, averaged, attentions
 generated: generated, generation, gen, new, answer, response, completion
+generated ids: output, outputs, sequence, sequences, next, predicted, sampled, target, targets, shifted, continuation
 vague labels: label, labels, y, target, targets, score, scores
 detectors: p, prob, proba, probability, selfcheck, detector, predicted, logit, entropy
 choices: choices, options, option, prediction, predictions, gold, pred, choice

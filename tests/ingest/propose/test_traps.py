@@ -586,3 +586,43 @@ def test_a_column_without_a_name_is_read(tmp_path):
         np.savez(_in(tmp_path) / f"{row.pop('id')}.npz", **row)
     table(tmp_path / "in/rows.csv", [{"": 10 + k, "qid": f"q{k}", "question": f"why {k}?"} for k in range(3)])
     assert [trace.question for trace in accept(tmp_path).values()] == ["why 0?", "why 1?", "why 2?"]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1)])
+@pytest.mark.parametrize("sizes", [(33, 16), (16, 33)])
+def test_reduced_states_may_have_more_layers_than_columns_rule_19(tmp_path, order, sizes):
+    """Principal components: 33 layers and 16 columns fit the order in which layers and columns are swapped."""
+    (tmp_path / "in").mkdir()
+    for k in range(3):
+        hidden = states(sizes[0], 5 + k, sizes[1], seed=k).transpose(order)
+        np.savez(tmp_path / f"in/q{k}.npz", hidden_states=hidden, input_ids=np.arange(5 + k))
+    axes = "".join("LSD"[k] for k in order)
+    if sizes[0] < sizes[1] and axes[-1] == "D":
+        assert accept(tmp_path)["q1", 0].hidden_states.shape == (16, 6, 33)
+    else:
+        refuse(tmp_path, "an axis behind it may be the columns of reduced states")
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_last_tokens_with_more_layers_than_columns_rule_19(tmp_path, rank):
+    found = [{"id": f"q{k}", "last_token": states(33, 16, seed=k), "answer": f"A{k}."} for k in range(4)]
+    if rank == 3:
+        found = {"last_token": np.stack([row["last_token"] for row in found]), "id": [row["id"] for row in found]}
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+def test_numbers_of_layers_prove_columns_in_front_rule_19(tmp_path):
+    found = [
+        {
+            "id": f"q{k}",
+            "hidden_states": states(16, 5 + k, 3, seed=k),
+            "layers": [4, 8, 12],
+            "tokens": list(range(5 + k)),
+        }
+        for k in range(3)
+    ]
+    dump(tmp_path / "in/a.pkl", found)
+    np.testing.assert_allclose(
+        accept(tmp_path)["q1", 0].hidden_states, found[1]["hidden_states"].transpose(2, 1, 0), rtol=2e-3, atol=1e-3
+    )

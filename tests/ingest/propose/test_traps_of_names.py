@@ -6,7 +6,7 @@ Each test has the number of the rule that catches the trap in its name.
 import numpy as np
 import pytest
 
-from tests.ingest.execute.folders import dump, states, table
+from tests.ingest.execute.folders import dump, save, states, table
 from tests.ingest.propose.folders import accept, check_candidates, proposal_of, refuse
 from tests.ingest.propose.test_traps import attention, rows
 
@@ -90,6 +90,15 @@ def answers(name):
 
 GENERATED = ["generated_ids", "generated_tokens", "generated_token_ids", "new_tokens", "new_token_ids"]
 GENERATED += ["answer_ids", "answer_tokens", "response_ids", "response_token_ids", "generation_token_ids"]
+GENERATED += [
+    "output_ids",
+    "output_token_ids",
+    "output_tokens",
+    "sequences",
+    "sequence",
+    "next_tokens",
+    "target_token_ids",
+]
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -99,10 +108,97 @@ def test_an_id_may_be_the_one_that_the_state_generated_rule_3(tmp_path, name):
     assert any("the token before the one that it generated" in one for one in proposal.candidates[0].unproved)
 
 
-@pytest.mark.parametrize("name", ["input_ids", "token_ids", "tokens", "output_ids"])
+@pytest.mark.parametrize("folder", ["generated_ids", "outputs", "response_token_ids"])
+def test_the_folder_of_ids_may_say_that_they_are_generated_rule_3(tmp_path, folder):
+    for k in range(3):
+        save(tmp_path / f"in/hidden_states/q{k}.npy", states(2, 4 + k, 8, seed=k))
+        save(tmp_path / f"in/{folder}/token_ids/q{k}.npy", np.arange(4 + k) + 5)
+    proposal = refuse(tmp_path)
+    assert any("the token before the one that it generated" in one for one in proposal.candidates[0].unproved)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "tokens", "token_ids"])
+@pytest.mark.parametrize("shape", [(1, 1), (1,)])
+def test_ids_of_passes_of_one_token_may_be_those_that_they_generated_rule_3(tmp_path, name, shape):
+    """States as generate() returns them: of each step, of each layer, an array of one token."""
+    found = [
+        {"id": f"q{k}", "hidden_states": [[states(*shape, 8, seed=9 * n + m) for m in range(3)] for n in range(4 + k)],
+         name: list(range(5, 9 + k))}
+        for k in range(3)
+    ]  # fmt: skip
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path, "the token before the one that it generated")
+
+
+@pytest.mark.parametrize("name", ["input_ids", "token_ids"])
+def test_ids_of_steps_may_be_those_that_they_generated_rule_3(tmp_path, name):
+    found = [
+        {"id": f"q{k}", name: list(range(5, 9 + k)), "layers": [4, 8, 12],
+         "hidden_states": {f"step_{n}": states(3, 1, 8, seed=9 * k + n) for n in range(4 + k)}}
+        for k in range(3)
+    ]  # fmt: skip
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path, "the token before the one that it generated")
+
+
+@pytest.mark.parametrize("name", ["input_ids", "token_ids", "tokens", "input_output_ids"])
 def test_ids_of_the_whole_text_belong_to_the_states(tmp_path, name):
     dump(tmp_path / "in/a.pkl", answers(name))
     assert accept(tmp_path)["q1", 0].tokens.tolist() == rows()[1]["input_ids"].tolist()
+
+
+# Numbers that may be prompt_length
+
+
+QUESTIONS = ["Why?", "Who is", "What"]
+
+
+@pytest.mark.parametrize("name", ["question_len", "question_length", "prompt_len", "input_len", "prompt_length"])
+@pytest.mark.parametrize("key", ["question", "prompt", "query"])
+@pytest.mark.parametrize("container", ["pkl", "npz", "table", "texts in a table"])
+def test_a_length_in_characters_is_no_prompt_length_rule_16(tmp_path, name, key, container):
+    write_questions(tmp_path / "in", container, {key: QUESTIONS, name: list(map(len, QUESTIONS))})
+    refuse(tmp_path, "prompt_length: it may count characters or words")
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("prompt_len", [1, 2, 1]), ("question_len", [3, 3, 3])])
+def test_a_length_in_words_or_of_the_question_is_no_prompt_length_rule_16(tmp_path, name, lengths):
+    write_questions(tmp_path / "in", "pkl", {"question": QUESTIONS, name: lengths})
+    refuse(tmp_path, "prompt_length: it may count characters or words")
+
+
+@pytest.mark.parametrize("name", ["prompt_len", "input_len", "n_prompt_tokens"])
+@pytest.mark.parametrize("container", ["pkl", "npz", "table"])
+def test_a_length_in_tokens_is_the_prompt_length(tmp_path, name, container):
+    write_questions(tmp_path / "in", container, {"question": QUESTIONS, name: [2, 3, 2]})
+    assert [trace.prompt_length for trace in accept(tmp_path).values()] == [2, 3, 2]
+
+
+def test_a_length_in_characters_of_questions_of_many_files_is_no_prompt_length_rule_16(tmp_path):
+    questions = [f"Who {'x' * k}" for k in range(9)]
+    lengths = list(map(len, questions))
+    write_questions(tmp_path / "in", "texts in a table", {"question": questions, "prompt_len": lengths})
+    refuse(tmp_path, "prompt_length: it may count characters or words")
+
+
+def write_questions(folder, container, columns):
+    """Write states with ids, and columns with a value per trace next to them, or in a table."""
+    lines = [
+        {"id": f"q{k}"} | dict(zip(columns, values, strict=True))
+        for k, values in enumerate(zip(*columns.values(), strict=True))
+    ]
+    sizes = range(9, 9 + len(lines))
+    found = [{"hidden_states": states(4, n, 12, seed=n), "input_ids": np.arange(n)} for n in sizes]
+    own = {"table": [], "texts in a table": list(columns)[1:]}.get(container, list(columns))
+    found = [row | {name: line[name] for name in own} for row, line in zip(found, lines, strict=True)]
+    folder.mkdir()
+    if container == "pkl":
+        dump(folder / "a.pkl", [{"id": f"q{k}", **row} for k, row in enumerate(found)])
+        return
+    for k, row in enumerate(found):
+        np.savez(folder / f"q{k}.npz", **row)
+    if container != "npz":
+        table(folder / "questions.csv", [{name: line[name] for name in line if name not in own} for line in lines])
 
 
 # What is computed from attention

@@ -11,7 +11,7 @@ from typing import Any
 from tracestore.errors import escape_unprintable
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.propose.drafts import Draft
-from tracestore.ingest.propose.proofs import NUMBER_OF_TRACES, PADDING, PASSES, PROOFS_OF_S
+from tracestore.ingest.propose.proofs import NUMBER_OF_TRACES, OF_TEXT, PADDING, PASSES, PROOFS_OF_S
 from tracestore.ingest.propose.trials import Outcome, is_padded_by
 from tracestore.store.format.labels import CORRECT
 from tracestore.words import plural
@@ -104,6 +104,8 @@ def _not_shown(layout: Layout, draft: Draft, outcome: Outcome) -> list[str]:
         unproved.append("integers are the ids of tables with other rows")
     if outcome.moved:
         unproved.append(f"{', '.join(outcome.moved)}: joined in order, and the ids may number rows in another order")
+    if outcome.counts_text and OF_TEXT not in unproved:
+        unproved.append(OF_TEXT)
     has_passes = any("P" in (address.axes or ()) for address in layout.addresses[layout.states])
     if has_passes and not outcome.has_last_ids:
         unproved.append("tokens: the last id of generate() has no states and does not repeat: ids may be padding")

@@ -1,6 +1,7 @@
 """Proofs: what of a draft rules 15 to 23 do not support, in words."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +25,10 @@ _ALL_LAYERS = frozenset(
 )
 # What a mask proves whose rows differ and leave whole rows of attention.
 NUMBER_OF_TRACES = "N: no ids, questions, answers or lengths give the number of traces"
+OF_TEXT = "prompt_length: it may count characters or words, or the tokens of the question alone"
+TEXT_COUNTS: tuple[Callable[[str], int], ...] = (len, lambda text: len(text.split()))
+_PIECES = re.compile(" : |/")
+_GENERATED = SAYING["generated"] | SAYING["generated ids"]
 # What masks and lengths prove of stacks, and of single traces that look padded.
 PADDING = "S: nothing tells tokens from padding"
 # What passes of generation prove: one of several tokens, then of one token each, as many as the answer has.
@@ -171,14 +176,25 @@ class Case:
 
     def _of_words(self) -> list[str]:
         """Return what words leave open: whose state an id is of, and whether weights are those of heads."""
-        found = []
-        is_plain = not self.frame.has_passes and self._has("tokens", "tokens_decoded")
-        if is_plain and any(SAYING["generated"] & set(words_of(key)) for key in self._keys("tokens", "tokens_decoded")):
-            found.append("tokens: a state may belong to the token before the one that it generated")
+        found = ["tokens: a state may belong to the token before the one that it generated"] * self._may_be_moved()
         are_heads = self._has("attentions") and self.lines["attentions"].axes[-3:-2] == ("L",)
         if are_heads and not any(SAYING["averaged"] & set(words_of(key)) for key in self._keys("attentions")):
             found.append("attentions: no word says that heads are averaged: L may be the heads of one layer")
         return found
+
+    def _may_be_moved(self) -> bool:
+        """Return whether ids may be one behind their states: those of passes of one token, or under names of answers."""
+        ids = [self.lines[name] for name in ("tokens", "tokens_decoded") if name in self.lines]
+        axes = self.frame.axes
+        if self.frame.has_passes:
+            is_one = "P" not in axes and self.frame.num_tokens <= {1, None}
+            return is_one and any("T" not in line.axes for line in ids)
+        shared = _PIECES.split(self._address)
+        paths = [_PIECES.split(line.address) for line in ids]
+        names = [set(words_of(without_names(p))) for path in paths for p in path if p not in shared or p == path[-1]]
+        # A list of tokens, each of layers or batches, has arrays (1, D), as generate() returns them.
+        are_passes = bool(ids) and {"S", "D"} <= set(axes) and axes.index("D") > axes.index("S") + 2
+        return are_passes or any(words & _GENERATED and not words & {"input", "prompt"} for words in names)
 
     def _of_axes(self) -> list[str]:
         """Return what is not proved of N, S and T.
@@ -187,6 +203,8 @@ class Case:
         16), and in a stack by a mask or lengths (rule 17); T by passes (rule 3).
         """
         found = []
+        if set("".join(self.frame.axes).partition("D")[2]) - {"1"} and not self._has("L.ids"):
+            found.append("D: an axis behind it may be the columns of reduced states")
         if self._is_stacked:
             if not self._has("question_id", *TEXTS, "S.lengths", "S.offsets"):
                 found.append(NUMBER_OF_TRACES)
@@ -245,6 +263,8 @@ class Case:
         # The reading compares the lengths of prompts and of single traces.
         if self._has("prompt_length") and self._has("S.mask", *["S.lengths"] * self._is_stacked):
             found.append("prompt_length: it may count padding")
+        if self._has("prompt_length") and self._may_count_text():
+            found.append(OF_TEXT)
         scores = sorted(name for name in self.lines if name.startswith(("correctness.", "hallucination.")))
         if len(scores) > 1:
             found.append(f"{', '.join(scores)}: no word tells which score counts")
@@ -253,6 +273,14 @@ class Case:
             found += contradictions(name, [self.places.with_ids(m.leaf, self.identity) for m in same])
         doubtful = [m.leaf.key for m in self.places.meanings if m.is_doubtful]
         return [*found, *(f"{key}: may be what a detector says, or words without a meaning" for key in doubtful)]
+
+    def _may_count_text(self) -> bool:
+        """Return whether the name of a prompt_length says the question, or its values count characters or words."""
+        lengths = [m.leaf.scalars for m in self.places.meanings if m.field == "prompt_length"]
+        texts = [m.leaf.scalars for m in self.places.meanings if m.field == "question"]
+        counts = [[count(str(text)) for text in values] for values in texts for count in TEXT_COUNTS]
+        is_said = any("question" in words_of(key) for key in self._keys("prompt_length"))
+        return is_said or any([int(value) for value in values] in counts for values in lengths)
 
 
 def _num_characters(texts: list[Leaf], spot: Spot) -> int:

@@ -19,6 +19,7 @@ from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.patterns import INNER_NAMES
 from tracestore.ingest.layout.places import Plan, plan_of
+from tracestore.ingest.propose.proofs import TEXT_COUNTS
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
@@ -59,6 +60,8 @@ class Outcome:
         How many single traces begin or end with one id twice, by the end and the id; see `_doubled_ends`.
     moved : list of str
         The fields of other files that are joined in order, where the ids are the numbers of rows in another order.
+    counts_text : bool
+        Whether prompt_length is the number of characters, or of words, of the question in each trace.
     digest : bytes
         Digest of the values of all traces and of the meaning of scores: equal for layouts that give the same.
     """
@@ -79,6 +82,7 @@ class Outcome:
     has_passes: bool = False
     ends: Counter[tuple[int, Any]] = field(default_factory=Counter)
     moved: list[str] = field(default_factory=list)
+    counts_text: bool = False
     digest: bytes = b""
 
     @property
@@ -113,12 +117,15 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
     sizes: list[tuple[int, int]] = []  # of each trace: tokens, and those of the prompt
     states: list[bytes] = []
-    ids: list[str] = []
+    ids: list[tuple[int, str]] = []  # with the number of the file, where each has rows of its own
     digest = hashlib.blake2b(str(sorted(layout.directions().items())).encode())
+    questions: list[str] = []
     try:
         for record in _records(execution, outcome):
             sizes.append((record.num_tokens, record.prompt_length or 0))
-            ids.append(record.question_id)
+            questions.append(record.strings.get("question", ""))
+            begins = record.position == 0 and not execution.plan.is_global
+            ids.append(((ids[-1][0] if ids else 0) + begins, record.question_id))
             states.append(hashlib.blake2b(_content(record.hidden)).digest())
             digest.update(states[-1] + _content([getattr(record, name) for name in _VALUES]))
             _look_at(record, outcome)
@@ -136,6 +143,9 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     outcome.num_tokens = (min(sizes)[0], max(sizes)[0])
     outcome.has_passes = all(prompt > 1 for _, prompt in sizes) and len({size - prompt for size, prompt in sizes}) > 1
     outcome.moved = _moved(execution.plan, ids, is_partial=outcome.is_partial)
+    outcome.counts_text = all(questions) and [prompt for _, prompt in sizes] in (
+        [count(text) for text in questions] for count in TEXT_COUNTS
+    )
     outcome.digest = digest.digest()
     outcome.has_copies = not outcome.is_last_token and len(set(states)) < len(states)
     outcome.counts = {name: (values.count(1), values.count(0), len(values)) for name, values in labels.items()}
@@ -186,23 +196,23 @@ def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
             yield record
 
 
-def _moved(plan: Plan, ids: Sequence[str], *, is_partial: bool) -> list[str]:
+def _moved(plan: Plan, ids: Sequence[tuple[int, str]], *, is_partial: bool) -> list[str]:
     """Return the ids, labels and texts of other files that are joined in order, if the ids number rows in another order.
 
     Ids of the states' own files may be larger than the number of rows: then they number none.
     """
-    numbers: dict[str, list[int]] = {}
-    for text in ids:
+    numbers: dict[tuple[int, str], list[int]] = {}
+    for file, text in ids:
         match = re.fullmatch(r"(\D*)(\d+)", text)
         if match is None:
             return []
-        numbers.setdefault(match[1], []).append(int(match[2]))
+        numbers.setdefault((file, match[1]), []).append(int(match[2]))
     if all(those == sorted(those) for those in numbers.values()):
         return []
     own = {place.address.files for place in plan.states}
     others = (p for p in plan.others if "N" in p.trace_names and p.address.files not in own)
     moved = sorted({p.name for p in others if p.name == "question_id" or p.rule.kind in ("score", "text")})
-    are_rows = len(numbers) == 1 and (is_partial or max(map(max, numbers.values())) <= len(ids))
+    are_rows = len({text for _, text in numbers}) == 1 and (is_partial or max(map(max, numbers.values())) <= len(ids))
     return moved if "question_id" in moved or are_rows else []
 
 
