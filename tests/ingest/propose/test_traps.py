@@ -567,7 +567,7 @@ def test_a_column_of_numbers_may_be_a_score_rule_8a(tmp_path, name, suffix):
     refuse(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["prompt_lens", "prompt_lengths", "input_lens", "question_lens"])
+@pytest.mark.parametrize("name", ["prompt_lens", "prompt_lengths", "input_lens"])
 def test_lengths_of_prompts_are_no_lengths_of_traces_rule_9(tmp_path, name):
     sizes = [6, 7, 8]
     arrays = {

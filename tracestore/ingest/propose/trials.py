@@ -117,15 +117,14 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
     sizes: list[tuple[int, int]] = []  # of each trace: tokens, and those of the prompt
     states: list[bytes] = []
-    ids: list[tuple[int, str]] = []  # with the number of the file, where each has rows of its own
+    ids: list[tuple[int, str]] = []  # with their positions in a file
     digest = hashlib.blake2b(str(sorted(layout.directions().items())).encode())
     questions: list[str] = []
     try:
         for record in _records(execution, outcome):
             sizes.append((record.num_tokens, record.prompt_length or 0))
             questions.append(record.strings.get("question", ""))
-            begins = record.position == 0 and not execution.plan.is_global
-            ids.append(((ids[-1][0] if ids else 0) + begins, record.question_id))
+            ids.append((record.position, record.question_id))
             states.append(hashlib.blake2b(_content(record.hidden)).digest())
             digest.update(states[-1] + _content([getattr(record, name) for name in _VALUES]))
             _look_at(record, outcome)
@@ -143,9 +142,7 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     outcome.num_tokens = (min(sizes)[0], max(sizes)[0])
     outcome.has_passes = all(prompt > 1 for _, prompt in sizes) and len({size - prompt for size, prompt in sizes}) > 1
     outcome.moved = _moved(execution.plan, ids, is_partial=outcome.is_partial)
-    outcome.counts_text = all(questions) and [prompt for _, prompt in sizes] in (
-        [count(text) for text in questions] for count in TEXT_COUNTS
-    )
+    outcome.counts_text = _counts_text(questions, [prompt for _, prompt in sizes])
     outcome.digest = digest.digest()
     outcome.has_copies = not outcome.is_last_token and len(set(states)) < len(states)
     outcome.counts = {name: (values.count(1), values.count(0), len(values)) for name, values in labels.items()}
@@ -196,20 +193,28 @@ def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
             yield record
 
 
+def _counts_text(questions: Sequence[str], lengths: Sequence[int]) -> bool:
+    """Return whether lengths are the numbers of characters, or of words, of all questions."""
+    return all(questions) and any(list(map(count, questions)) == lengths for count in TEXT_COUNTS)
+
+
 def _moved(plan: Plan, ids: Sequence[tuple[int, str]], *, is_partial: bool) -> list[str]:
     """Return the ids, labels and texts of other files that are joined in order, if the ids number rows in another order.
 
     Ids of the states' own files may be larger than the number of rows: then they number none.
     """
     numbers: dict[tuple[int, str], list[int]] = {}
-    for file, text in ids:
+    file = 0
+    for position, text in ids:
+        file += position == 0 and not plan.is_global
         match = re.fullmatch(r"(\D*)(\d+)", text)
         if match is None:
             return []
         numbers.setdefault((file, match[1]), []).append(int(match[2]))
     if all(those == sorted(those) for those in numbers.values()):
         return []
-    own = {place.address.files for place in plan.states}
+    # A table that states where its rows begin may have any order.
+    own = {p.address.files for p in plan.places if p.name in (plan.layout.states, "S.starts", "S.ends")}
     others = (p for p in plan.others if "N" in p.trace_names and p.address.files not in own)
     moved = sorted({p.name for p in others if p.name == "question_id" or p.rule.kind in ("score", "text")})
     are_rows = len({text for _, text in numbers}) == 1 and (is_partial or max(map(max, numbers.values())) <= len(ids))
