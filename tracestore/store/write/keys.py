@@ -160,11 +160,11 @@ class KeyResolver:
             )
             values = TraceValues(columns.scores_of(index), float(columns.labels[index]), columns.group(index))
             self.past[index] = ComparedTrace(graph, sequence, self._stored_fields(stored)), values
-        content, values = self._earlier.get(index) or self.past.get(index, (None, TraceValues()))
         scores = dict.fromkeys(columns.scores, math.nan)
-        if content != ComparedTrace.of(trace):
+        past = self._earlier.get(index) or self.past.get(index)
+        if past is None or past[0] != ComparedTrace.of(trace):
             return TraceValues(scores, math.nan, "")
-        return values._replace(scores=scores | dict(values.scores))
+        return past[1]._replace(scores=scores | dict(past[1].scores))
 
     def resolve_known(self, record: TraceRecord | Key) -> set[int]:
         """Return the empty set for a trace whose arrays were left out, because its key had them.
