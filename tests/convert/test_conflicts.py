@@ -463,14 +463,14 @@ def test_a_file_that_completes_a_trace_takes_no_value_away(tmp_path, data, choic
 
 def test_a_conflict_of_labels_alone_replaces_no_trace(tmp_path, data):
     trace = make_trace(0)
-    write_pickle(data / "1.pkl", [only_last(trace, label=1, is_correct=0, group="g")])
+    write_pickle(data / "1.pkl", [only_last(trace, label=1, group="g")])
     convert(data, tmp_path / "s.zarr", "--attention", "mean")
     write_pickle(data / "2.pkl", [trace | {"label": 0}])
 
     convert(data, tmp_path / "s.zarr", "--attention", "mean", "--on-conflict", "keep-last")
 
     (stored,) = tracestore.open(tmp_path / "s.zarr")
-    assert (stored.label, stored.group, stored.scores) == (0, "g", {"is_correct": 0.0})
+    assert (stored.label, stored.group) == (0, "g")
 
 
 def test_groups_of_the_command_score_stay_when_a_file_grows(tmp_path, data):
