@@ -34,7 +34,7 @@ from tracestore.words import plural
 
 _MIN_LABELS = 10  # fewer may be those of the answers with wrong scores
 # Scores of a detector, and metrics of the words of an answer: 0 and 1 are grades there.
-_METRIC = re.compile(r"(^|_)(em|f1|bleu|bleurt|rouge|meteor|bert|exact)|_score$|^p_")
+_METRIC = re.compile(r"(^|_)(em|f1|bleu|bleurt|rouge|meteor|bert|exact|scores?$)|^p_")
 _MAX_SAMPLE = 2**31
 _NO_QUESTION = re.compile(
     r"[-+.\d]*|\W|nan|none|null|n/?a|missing", re.IGNORECASE
