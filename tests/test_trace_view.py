@@ -44,6 +44,7 @@ def test_text_shows_the_trace(store):
     assert "NaN or infinite" in view(store, "q11").stdout
 
 
+@pytest.mark.long
 def test_malicious_text_is_escaped(store, tmp_path):
     out = view(store, "5").stdout
     assert "\\x1b[2J\\u202eevil $x^" in out and "\x1b" not in out and "\u202e" not in out
@@ -97,6 +98,7 @@ def test_every_kind_of_store_can_be_viewed(tmp_path):
     assert "attention," not in view(tmp_path / "n.zarr", "0").stdout
 
 
+@pytest.mark.long
 def test_long_traces_fit_the_width(tmp_path):
     traces = [make_trace(0, tokens=700, layers=60) | {"question": "x" * 5000}]
     store = tracestore.open(write_store(tmp_path / "s.zarr", traces))
@@ -109,6 +111,7 @@ def test_long_traces_fit_the_width(tmp_path):
             )
 
 
+@pytest.mark.long
 def test_pictures_of_zeros_and_nan(tmp_path):
     traces = make_traces(2, tokens=3)
     for trace, factor in zip(traces, (0, np.float16("nan")), strict=True):

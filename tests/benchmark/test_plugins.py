@@ -174,6 +174,7 @@ def test_names_are_checked_and_escaped(path, tmp_path, plugin, name):
     assert not list(tmp_path.glob("*.pt")) and not list(tmp_path.glob("out/*.pt"))
 
 
+@pytest.mark.long
 def test_texts_of_a_detector_are_escaped(plugin):
     plugin("'''A \x1b[31mred\x07 one.'''\n    cost = 'much\\x1b]0;title\\x07'\n    reference = 'a\\nb'")
     done = command("detectors", check=0)

@@ -35,6 +35,7 @@ def test_models_state_the_layers_that_they_read(name, tmp_path):
     assert (make_detector(name).layers == "all") == (len(config.layers_read) == store.num_layers)
 
 
+@pytest.mark.long
 def test_model_is_trained_on_the_given_labels_whatever_the_scores(tmp_path):
     """A store of other scores with the same states gives the same detector: its own threshold does not count."""
     labels, found = np.arange(48) % 2, []

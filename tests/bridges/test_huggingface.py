@@ -74,6 +74,7 @@ def test_rows_of_a_subset(path, tmp_path, monkeypatch):
             assert to_datasets(store[key])["question_id"] == store[key].question_ids
 
 
+@pytest.mark.long
 def test_rows_have_the_scores_of_the_store_that_was_opened(tmp_path, monkeypatch):
     """The score is the one chosen at opening, also after the rows of another one were cached."""
     datasets = pytest.importorskip("datasets")

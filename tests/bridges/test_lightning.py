@@ -28,6 +28,7 @@ def make_trainer(lightning, **options):
     return lightning.Trainer(accelerator="cpu", **quiet, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("view", ["sequence", "graph"])
 def test_batches_and_splits(path, tmp_path, view):
     lightning = pytest.importorskip("lightning")

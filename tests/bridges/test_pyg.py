@@ -40,6 +40,7 @@ def test_graphs_of_a_subset_in_float32(path):
         assert torch.equal(graphs[1].x, TraceGraphs(store, layer=0)[2].x.float())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_size", [1, 3, 24])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_of_pyg_takes_the_items_of_a_dataset(path, batch_size, workers):

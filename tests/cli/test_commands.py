@@ -217,6 +217,7 @@ def test_a_switch_is_not_both_on_and_off():
                 parser.parse_args(["s.zarr", word, word])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["train", "extract"])
 def test_scripts_have_the_options_of_their_commands(name):
     script = ROOT / "tools" / f"{name}.py"
@@ -228,6 +229,7 @@ def test_scripts_have_the_options_of_their_commands(name):
     assert flags.findall(done.stdout) == flags.findall(expected) != []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [["-m", "tracestore"], ["-m", "tracestore.convert"], ["tools/train.py"]])
 def test_usage_error_of_a_program_is_one_line(program):
     done = run_cli(*program, "--no-such-flag", check=2)

@@ -48,6 +48,7 @@ def test_compares_runs_with_a_paired_test(runs, tmp_path, first, second, count):
     assert f"lstm_solo, {count} run" in done.stdout and f"{runs / first} - {runs / second}" in done.stdout
 
 
+@pytest.mark.long
 def test_incomparable_runs_are_a_usage_error(runs, tmp_path):
     (tmp_path / "results.json").write_text("[1, 2")
     for folders, words in (

@@ -66,6 +66,7 @@ def test_mutated_results(name, made, tmp_path):
     assert {*codes} == {0, 2}
 
 
+@pytest.mark.long
 def test_a_full_disk_has_its_exit_code(made, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

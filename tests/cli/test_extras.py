@@ -102,6 +102,7 @@ def test_error_for_a_missing_library_names_the_extra(usages, extra):
             assert text.startswith(f"tracestore {usage[0]}: ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", EXTRAS["train"])
 def test_training_checks_its_libraries_before_it_starts(usages, module, tmp_path):
     train = usages["train"][0]

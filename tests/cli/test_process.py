@@ -70,6 +70,7 @@ def test_program_configures_the_allocator(folder, tmp_path, monkeypatch, capsys)
     assert budgets == [512 << 20]
 
 
+@pytest.mark.long
 def test_command_imports_no_heavy_libraries(store_path):
     code = (
         "import sys; from tracestore.cli import main; assert main(sys.argv[1:]) == 0\n"
@@ -81,6 +82,7 @@ def test_command_imports_no_heavy_libraries(store_path):
     assert run_cli("-c", code, "info", store_path, check=0).stderr == "['tracestore.cli.commands.info']\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "program", [("-m", "tracestore"), ("-c", "import sys, tracestore.cli; sys.exit(tracestore.cli.main())")]
 )

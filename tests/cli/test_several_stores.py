@@ -72,6 +72,7 @@ def test_a_training_on_two_stores_equals_that_on_the_merged_store(stores, traine
     assert both["store"]["path"] == f"{stores[0]} + {stores[1]}" and "stores" not in merged["store"]
 
 
+@pytest.mark.long
 def test_resume_names_the_stores_and_refuses_others(stores, trained, tmp_path):
     folder = shutil.copytree(trained, tmp_path / "run")
     command("train", "--store", stores[0], "--store", stores[1], "--output", folder, *FAST, "--resume", check=0)
@@ -148,6 +149,7 @@ def test_report(stores, tmp_path):
     assert f"tracestore view {stores[0]} + " not in page
 
 
+@pytest.mark.long
 def test_benchmark(stores, tmp_path):
     words = ["--detectors", "length,probe_last", "--folds", 2, "--workers", 1]
     command("benchmark", *stores[:2], "--as-one", *words, "--output", tmp_path / "both", check=0)

@@ -224,6 +224,7 @@ def test_lint_reports_the_range(hundreds):
 _VALUES = st.one_of(st.none(), st.floats(-3, 3, width=32), st.sampled_from([0.0, 0.5, 1.0]))
 
 
+@pytest.mark.long
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(_VALUES, st.sampled_from([None, 0.0, 1.0]), _VALUES), min_size=1, max_size=12),

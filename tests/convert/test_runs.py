@@ -57,6 +57,7 @@ def test_segments_are_split_as_by_the_writer(data, tmp_path, monkeypatch):
     assert tracestore.open(tmp_path / "one.zarr").internals.manifest.num_segments > 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [None, 0, 1, 2, 3])
 def test_the_first_source_of_a_run_is_written_ahead(data, tmp_path, monkeypatch, bad):
     """The others of the run follow it in its segment, also if it is refused."""
@@ -74,6 +75,7 @@ def test_the_first_source_of_a_run_is_written_ahead(data, tmp_path, monkeypatch,
     check(stores[0], 31 if bad is not None else 32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [0, 3, 7])
 @pytest.mark.parametrize("reason", ["field", "key"])
 def test_a_refused_source_leaves_no_segment(data, tmp_path, bad, reason):
@@ -88,6 +90,7 @@ def test_a_refused_source_leaves_no_segment(data, tmp_path, bad, reason):
         assert len(opened) == 31
 
 
+@pytest.mark.long
 def test_a_source_whose_traces_the_store_has_leaves_no_segment(data, tmp_path):
     convert(data, tmp_path / "s.zarr")
     (data / "9.pkl").write_bytes((data / "0.pkl").read_bytes())
@@ -110,6 +113,7 @@ def test_a_source_that_is_truncated_while_it_is_read_is_refused(data, tmp_path, 
     check(tmp_path / "s.zarr", 8 * int(name[0]))
 
 
+@pytest.mark.long
 def test_a_failed_write_is_an_error_and_nothing_of_the_source_is_committed(data, tmp_path, monkeypatch):
     write, calls = shard_writer.pwritev_all, []
 

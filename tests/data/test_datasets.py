@@ -100,6 +100,7 @@ def test_cache_stays_within_its_bytes(tmp_path):
         assert dataset.store.internals.chunk_cache.num_bytes <= max(limit, schema.INNER_CHUNK_BYTES)
 
 
+@pytest.mark.long
 def test_stateful_data_loader_continues(store_path, monkeypatch):
     """A StatefulDataLoader continues from its state without reading earlier traces again."""
     loader_of = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader

@@ -105,6 +105,7 @@ def _open_files():
     return found
 
 
+@pytest.mark.long
 def test_no_file_or_process_is_left(store):
     # The first epoch starts processes that exist once, such as multiprocessing's tracker.
     _stopped_early(store)

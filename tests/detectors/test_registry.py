@@ -23,6 +23,7 @@ def fresh_registry():
     registry.registry.cache_clear()
 
 
+@pytest.mark.long
 def test_detector_of_another_package_is_listed_and_made(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(install(tmp_path / "site")))
     store = tracestore.open(write_labeled(tmp_path / "s.zarr"))
@@ -40,6 +41,7 @@ def test_detector_of_another_package_is_listed_and_made(tmp_path, monkeypatch):
     assert set(MODELS) <= set(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("entry_point", "message"),
     [

@@ -44,6 +44,7 @@ def test_results_and_checkpoints_hold_the_provenance(runs):
     assert torch.load(runs / "a/lstm_solo/last.pt", weights_only=True)["provenance"] == expected
 
 
+@pytest.mark.long
 def test_predict_refuses_a_store_of_another_model(runs, tmp_path):
     predict = ["predict", "--checkpoint", runs / "a/lstm_solo/best.pt", "--output", tmp_path / "s.csv", "--store"]
     command(*predict, runs / "a.zarr", check=0)

@@ -30,6 +30,7 @@ def answers(lm, questions=QUESTIONS, **options):
     return answer_questions(lm, questions, replace(OPTIONS, **options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_token_values_are_those_of_log_softmax(lm, temperature):
     for trace in answers(lm, temperature=temperature, top_logprobs=4):

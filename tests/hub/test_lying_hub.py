@@ -59,6 +59,7 @@ def test_a_lie_about_a_file(hub, pushed, impatient, tmp_path, name):
     assert "intact" in command("verify", tmp_path / "new.zarr", check=0).stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("part", ["/revision/", *long("/tree/")])
 @pytest.mark.usefixtures("impatient")

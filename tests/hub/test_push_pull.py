@@ -168,6 +168,7 @@ def test_an_interrupted_pull_continues(hub, store, tmp_path):
     assert "intact" in command("verify", tmp_path / "new.zarr", check=0).stdout and not list(tmp_path.glob(".pull-*"))
 
 
+@pytest.mark.long
 def test_a_pull_continues_with_a_newer_commit(hub, store, tmp_path):
     push_it(store)
     hub.fault = lambda method, path: 403 if path.endswith("last_token/c/0/0/0") else None

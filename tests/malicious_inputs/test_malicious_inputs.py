@@ -168,6 +168,7 @@ def test_inputs_that_fuzzing_found(tmp_path):
         assert result["seconds"] < MAX_SECONDS and result["bytes"] < MAX_BYTES, result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", [p for p in crash_files() if p.name.startswith("store-")], ids=lambda p: p.name)
 def test_stores_that_fuzzing_found(path):
     """Changes of stores that once broke a reader may be refused or accepted."""

@@ -65,6 +65,7 @@ def test_all_cases_are_solved(script, index, project, capsys):
     assert printed.count("5 of 5") == 3 and "15 of 15 solved" in printed
 
 
+@pytest.mark.long
 def test_each_failed_case_is_one_line(script, index, project, capsys):
     (project / "pyproject.toml").write_text(PROJECT.format(gamma="==2.0"))
     assert script.main(["--project", str(project)]) == 1

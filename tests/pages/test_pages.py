@@ -83,6 +83,7 @@ def test_pages_without_plots_need_no_bokeh(monkeypatch):
         example_page()
 
 
+@pytest.mark.long
 def test_bokeh_is_not_imported():
     code = "import sys; from tests.pages.example import example_page as e; e(); print('bokeh' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -103,6 +103,7 @@ def test_the_largest_batch_is_the_largest_that_fits():
     assert p.seconds_per_epoch(16) == pytest.approx(0.25 + 7 * 0.5 + 100 * 0.1)
 
 
+@pytest.mark.long
 def test_planning_preserves_the_random_state(path):
     store = tracestore.open(path)
     torch.manual_seed(3)

@@ -99,6 +99,7 @@ def test_sections_begin_with_the_verdict_and_end_with_the_configuration(finished
         assert fact in page.text
 
 
+@pytest.mark.long
 def test_the_report_contains_the_results(finished, page):
     _, results = finished
     tables = page.tables

@@ -24,6 +24,7 @@ def request(served, path, *, method="GET", host=None, cookie=None, headers=()):
     return response.status, dict(response.getheaders()), response.read()
 
 
+@pytest.mark.long
 def test_token_sets_a_cookie_that_opens_the_page(served):
     status, headers, body = request(served, f"/?token={served.token}")
     assert status == 200 and b"url=/store" in body
@@ -103,6 +104,7 @@ def test_other_interfaces_do_not_listen(served):
         assert probe.connect_ex(("127.0.0.2", served.port)) != 0
 
 
+@pytest.mark.long
 def test_two_servers_have_different_ports_and_tokens(served, served_store):
     other = start(served_store)
     try:

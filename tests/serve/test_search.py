@@ -25,6 +25,7 @@ def search(store, results_folder):
     return TraceSearch(store, Results.read([results_folder], store))
 
 
+@pytest.mark.long
 def test_words_match_in_any_case_and_field(search, store):
     def expected(*words):
         texts = [f"{t.question_id}\n{t.question}\n{t.answer}".casefold() for t in store]

@@ -331,6 +331,7 @@ def test_a_task_whose_segment_or_receipt_is_lost_is_written_again(committed, wha
     assert len(tracestore.open(store)) == 24 and verify_store(store).damaged == {}
 
 
+@pytest.mark.long
 def test_a_commit_that_reads_all_files_again_refuses_attention(tmp_path):
     """The plan has found none in the first traces; a store without attention drops it only if an option chooses that."""
     data, file = tmp_path / "data", tmp_path / "plan.json"

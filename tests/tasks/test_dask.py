@@ -168,6 +168,7 @@ def test_files_of_a_worker_that_are_visible_late_are_waited_for(data, tmp_path, 
     assert tree_bytes(tmp_path / "s.zarr") == tree_bytes(tmp_path / "one.zarr")
 
 
+@pytest.mark.long
 def test_graphs_and_sequences_pass_through_a_cluster(address, tmp_path):
     data = tmp_path / "data"
     data.mkdir()

@@ -362,6 +362,7 @@ def test_a_writer_completes_what_a_killed_one_has_left_undone(remote, proxy, num
     assert objects.read("manifest/newest") == b"0000000002\n"
 
 
+@pytest.mark.long
 def test_scratch_of_writers(data, tmp_path, remote, monkeypatch):
     """Writers use the folder that is named, and the next one removes what a killed one has left."""
     monkeypatch.setenv("TRACESTORE_SCRATCH", str(tmp_path / "scratch"))

@@ -287,6 +287,7 @@ def test_without_room_for_a_batch_ahead_each_batch_is_copied_in_its_step(feed_on
     assert sum(event.startswith("no room") for event in device.events) == 1 and feed.copies is None
 
 
+@pytest.mark.long
 def test_a_step_without_room_for_the_batch_ahead_recovers_at_the_same_size(feed_on):
     """The guard tries the whole batch again, which fits when the batch ahead is dropped."""
     device = Device()

@@ -27,6 +27,7 @@ def test_a_kill_during_a_write_keeps_the_previous_checkpoint(driver, labeled, tm
     assert driver("killed_while_writing", flags, tmp_path)["valid_checkpoints"] >= 5
 
 
+@pytest.mark.long
 def test_a_full_disk_keeps_the_previous_checkpoint(driver, labeled, tmp_path):
     found = driver("disk_full", ["--store", labeled, *SMALL, *ONLY["lstm_solo"]], tmp_path)
     assert found["files"] == ["last.pt"] and found["batch"] == 3

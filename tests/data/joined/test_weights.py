@@ -34,6 +34,7 @@ def test_every_prefix_has_each_store_within_one_of_its_share(weights):
     assert counts[sum(weights) - 1].tolist() == weights
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_each_store_is_read_in_its_own_order_and_again_when_it_ends(data):

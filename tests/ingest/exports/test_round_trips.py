@@ -87,6 +87,7 @@ def round_trip(store, work, format):
             return
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_field_survives(tmp_path, format):
     traces = [make_trace(k, tokens=4) | fields for k, fields in enumerate(FIELDS.values())]

@@ -22,6 +22,7 @@ class Cycle:
         time.sleep(0)
 
 
+@pytest.mark.long
 def test_threads_read_headers_together():
     """[CPython 3.11 counts the depth of the expressions of all threads together]"""
     file = io.BytesIO()

@@ -390,6 +390,7 @@ def test_label_without_a_meaning_rule_22(tmp_path, name):
     assert meanings == {"is_correct", "is_hallucinated"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [["correct", "hallucinated"], ["hallucinated", "correct"]])
 def test_classes_of_a_data_set_say_what_labels_mean_rule_22(tmp_path, names):
     datasets = pytest.importorskip("datasets")

@@ -114,6 +114,7 @@ def test_compressed_files_are_refused(path):
     assert "inflate it" in refusal(packed)
 
 
+@pytest.mark.long
 def test_links_and_other_files_are_refused(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"] = h5py.SoftLink("/y")
@@ -161,6 +162,7 @@ def test_numbers_that_stand_for_names_are_refused(tmp_path, where):
             plain(root["ok"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "length"), [(500_000, 16_000), (20_000, 1_000_000), (4_000, 60_000)])
 def test_texts_that_share_their_bytes_end(tmp_path, count, length):
     assert refusal_in_child(shared_text(tmp_path / "a.h5", count, length))
@@ -179,6 +181,7 @@ def test_few_texts_that_share_their_bytes_are_read(tmp_path):
     assert read_tree(path)["answer"] == ["x" * 5_000] * 300
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fill", "chunk", "many"])
 def test_amplified_arrays_end(tmp_path, name):
     with h5py.File(tmp_path / "a.h5", "w") as file:
@@ -210,6 +213,7 @@ def test_truncated_files_are_refused(path, share):
     assert refusal(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGSTOP])
 def test_a_library_that_crashes_or_hangs_refuses_the_file(path, monkeypatch, number):
     process = hdf5_process.HDF5Process()
@@ -235,6 +239,7 @@ hdf5_process.serve(answer)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_the_process_ends_with_its_parent(tmp_path, is_busy):
     script = tmp_path / "busy.py"
@@ -258,6 +263,7 @@ os.kill(os.getpid(), 9)
     wait_until(lambda: not is_running(pid))
 
 
+@pytest.mark.long
 def test_an_answer_has_a_limit_of_time(tmp_path):
     script = tmp_path / "busy.py"
     script.write_text(BUSY)

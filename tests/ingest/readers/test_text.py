@@ -106,6 +106,7 @@ def test_damaged_files_are_refused(tmp_path, name, data, word):
     assert word in refusal(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "data"),
     [

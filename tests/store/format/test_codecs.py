@@ -48,6 +48,7 @@ def test_a_chunk_that_is_shorter_than_its_header_states_is_refused(name):
             codec.decode(bytes(data[:size]), values.nbytes)
 
 
+@pytest.mark.long
 def test_a_zstd_bomb_takes_no_memory():
     """The size of the content is compared before memory for it is allocated."""
     code = (

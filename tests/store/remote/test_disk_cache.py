@@ -50,6 +50,7 @@ def test_the_cache_stays_within_its_limit(local_store, remote_store, tmp_path, s
     assert bound / 2 < most <= bound + max(sizes)
 
 
+@pytest.mark.long
 def test_evicted_files_are_unmapped(remote_store, tmp_path):
     store = open_with_cache(remote_store, DiskCache(tmp_path / "small", 20_000))
     for index in [*range(0, 36, 6)] * 2:

@@ -65,6 +65,7 @@ def test_a_lie_about_a_file_of_the_store(serve, store, tmp_path, name):
     assert disk_bytes(tmp_path / "cache") <= disk_bytes(store) + _BLOCK_BYTES
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.usefixtures("impatient")
 def test_a_lie_about_the_manifest(serve, tmp_path, name):

@@ -81,6 +81,7 @@ def test_a_valid_server_is_accepted(serve):
     assert "4" in command("info", serve(send_all), check=0).stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["everything", *long("manifest", "index")])
 def test_a_slow_server_is_an_error(serve, part):
     """A server that sends five bytes per second makes no progress, whichever object it sends."""

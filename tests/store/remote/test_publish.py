@@ -58,6 +58,7 @@ def test_convert_continues_a_remote_store(remote, folder, tmp_path):
     assert_same_store(remote, tmp_path / "local.zarr")
 
 
+@pytest.mark.long
 def test_lens_is_uploaded(remote, tmp_path):
     unembedding = np.arange(240, dtype="f4").reshape(30, 8)
     traces = make_traces(2, layers=2, dim=8)
@@ -356,6 +357,7 @@ def test_a_writer_of_a_replaced_store_commits_nothing(remote):
         assert list(store.question_ids) == ["q2"]
 
 
+@pytest.mark.long
 def test_clean_removes_what_no_generation_names(remote):
     write_store(remote, make_traces(3), commit_after=[0])
     before, objects = objects_of(remote), ObjectStore(remote)

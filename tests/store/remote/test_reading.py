@@ -31,6 +31,7 @@ def test_an_epoch_equals_that_of_the_local_store(local_store, remote_store, prox
     assert proxy.count - before <= 3, "a warm cache asks for the newest manifest only"
 
 
+@pytest.mark.long
 def test_an_epoch_of_a_compressed_store_equals_that_of_the_local_store(tmp_path, remote):
     make_store(tmp_path / "coded.zarr", codec="blosc-zstd")
     upload(tmp_path / "coded.zarr", remote)

@@ -196,6 +196,7 @@ def test_no_layer_counts_before_its_data_after_a_loss_of_power(large_store, larg
             assert np.array_equal(store[index].attention, local[index].attention)
 
 
+@pytest.mark.long
 def test_a_cache_that_is_too_small_gives_the_right_values(large_store, large_url, tmp_path):
     local = tracestore.open(large_store)
     store = open_with_cache(large_url, DiskCache(tmp_path / "small", 300_000))
