@@ -473,6 +473,22 @@ def test_a_conflict_of_labels_alone_replaces_no_trace(tmp_path, data):
     assert (stored.label, stored.group) == (0, "g")
 
 
+@pytest.mark.parametrize("judged", [False, True])
+def test_states_that_keep_first_adds_bring_their_group_and_no_contradiction(tmp_path, data, judged):
+    """The label of the first file stays; a judgment that agrees with the label of the second one contradicts it."""
+    trace = make_trace(0)
+    write_pickle(data / "1.pkl", [only_last(trace, label=1)])
+    convert(data, tmp_path / "s.zarr", "--attention", "mean")
+    write_pickle(data / "2.pkl", [trace | {"label": 0, "group": "g"} | ({"is_correct": 1} if judged else {})])
+
+    words = data, tmp_path / "s.zarr", "--attention", "mean", "--on-conflict", "keep-first"
+    done = convert(*words, check=3 if judged else 0)
+
+    (stored,) = tracestore.open(tmp_path / "s.zarr")
+    assert stored.label == 1 and stored.scores == {}
+    assert "expected that they agree" in done.stderr if judged else stored.group == "g"
+
+
 def test_groups_of_the_command_score_stay_when_a_file_grows(tmp_path, data):
     write_pickle(data / "a.pkl", [make_trace(0) | {"label": 1}])
     convert(data, tmp_path / "s.zarr")

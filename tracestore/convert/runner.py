@@ -501,9 +501,8 @@ class Conversion:
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
             is_new = writer.append_packed(packed, scores=scores, group=group)
             is_conflict = writer.num_source_conflicts > conflicts
-            if (
-                is_new or not is_conflict or self._options.on_conflict == "keep-last"
-            ):  # else it is left out with its values
+            # A trace that keep-first leaves out gives no values; one whose label alone differs may still add states.
+            if is_new or not is_conflict or self._options.on_conflict == "keep-last":
                 self.described.added(
                     record,
                     is_new=is_new,

@@ -55,8 +55,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
         text.append(proposal.message(has_tree=False))  # it is printed in front
         toml = proposal.to_toml()
     output.print_json(found)
-    for line in (*found["tree"], *text) if not args.json else ():
-        output.info(line)
+    if not args.json:
+        for line in (*found["tree"], *text):
+            output.info(line)
     if args.output is not None:
         with map_os_errors(args.output), atomic_write(args.output) as file:
             file.write(toml.encode())

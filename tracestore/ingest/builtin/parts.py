@@ -290,7 +290,8 @@ def _of_rest(
     if beside is not None:
         for unread, error in list(errors.items())[:1]:  # it may hold the arrays
             found = type(found)(f"{found}; {unread}: {error}")
-        for builtin in list(claims.owned)[:1]:
+        # A line takes these characters for its own.
+        for builtin in list(claims.owned)[:1] if set("*{\\:").isdisjoint(beside) else ():
             line = shlex.quote("ignore = " + beside)
             found = type(found)(f"{found}; next to files of {builtin.name}: --field {line} leaves it out")
         raise claims.explained(beside, found).with_location(source=beside)

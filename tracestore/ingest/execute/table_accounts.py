@@ -156,9 +156,7 @@ class TableAccount:
             raise InvalidInputError(found, field=self.field)
         if (key := next((key for key in missing if key in self.not_kept), None)) is not None:
             name = self.not_kept[key]
-            way = (
-                f"a line {KEY}{name} that joins by the other names, instead of {name} in [], leaves out the trace, too"
-            )
+            way = f"instead of {name} in [], a line {KEY}{name} that joins by the other names leaves out the trace, too"
             raise InvalidInputError(f"all rows of the trace {_short(key)} are left out; {way}", field=f"{KEEP}{name}")
         check_remainders(self.field, self.rows, unused, missing)
         if num_rows and len(unused) == num_rows:

@@ -66,8 +66,8 @@ class TraceCells:
 
     `num_rows` is the extent of the axis (N S), (N K) or (K N), `num_first` the number of tokens of the first of two parts
     or of the prompt's pass, `prompt_length` what the line for it gives, else passes or parts, `num_first_values` the values
-    of the first of two parts of the last array, `made_id` the id that the layout makes of another one, `answers` the rows of all answers to
-    its question.
+    of the first of two parts of the last array, `made_id` the id that the layout makes of another one, `answers` the rows
+    of all answers to its question.
     """
 
     columns: TraceColumns

@@ -15,8 +15,8 @@ _TYPE = r"(?:(?:bf|fp|bfloat|float)(?:16|32)|b(?:ase)?64)(?![^\W_])"
 _DIGEST = r"(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{8,}(?![^\W_])"
 # The number of shards behind that of one: part-00001-of-00003.
 _TOTAL = r"[-_. ]?of[-_. ]?\d+(?![^\W_])"
-# A run of letters and digits, and one of hexadecimal digits, as in d2d4, which may be a piece of a random id.
 _RUN = re.compile(r"(?<![^\W_])[^\W_]+")
+# Hexadecimal digits, as in d2d4, which may be a piece of a random id.
 _HEX = re.compile(r"[a-f\d]{4,}")
 _NEGATIVE = r"(?<![^\W_])-(?=\d)"
 _TOKEN = re.compile(rf"{_TYPE}|(?<=\d){_TOTAL}|{_DIGEST}|[^\W\d_]+|(?:{_NEGATIVE})?\d+|(?:(?!{_NEGATIVE})[\W_])+")
