@@ -98,7 +98,7 @@ def test_a_trace_whose_rows_are_all_left_out_is_not_stored_without_a_label(tmp_p
         save(tmp_path / f"in/h/q{k}.npy", states(2, 4, 8, seed=k))
     table(tmp_path / "in/t.json", TRIES)
 
-    refuse(tmp_path, BY_ROWS, "all rows of the trace 'q3' are left out; instead of status in .., a line key.status", workers=workers)
+    refuse(tmp_path, BY_ROWS, "'q3' are left out; instead of status in .., a line key.status", workers=workers)
     table(tmp_path / "in/t.json", [row for row in TRIES if row["qid"] == "q3" or row["n"] == 2 or row["qid"] == "q0"])
     named = {"is_correct": "t.json : [id=qid]/ok", "key.status": "t.json : [id=qid]/status"}
     traces, text = logged(tmp_path, BY_ROWS | named)
