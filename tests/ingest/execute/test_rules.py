@@ -876,6 +876,55 @@ def test_rule_13_rows_that_say_their_number(tmp_path):
     refuse(tmp_path, layout, "rows in order|numbered from 0|belong to", overwrite=True)
 
 
+@pytest.mark.parametrize(
+    ("steps", "key", "in_order", "not_in_order"),
+    [
+        ("{id}/answers/[K]", "sample", (1, 2, 3), (2, 0, 1)),
+        ("{id}/answers/[K]", "gen_idx", (0, 1, 2), (0, 2, 3)),
+        ("{id}/answers/[K]", "index", (7, 8, 9), (1, 0, 2)),
+        ("{id}/answers/[L]", "layer", (8, 16, 24), (24, 16, 8)),
+        ("{id}/answers/[S]", "pos", (5, 6, 7), (2, 1, 0)),
+        ("{id}/answers/[S]", "token_index", (0, 1, 2), (0, 2, 1)),
+        ("{id}/answers/[K]", "sample_id", (4, 4, 4), (1, 0, 2)),
+    ],
+)
+def test_rule_13_items_in_order_have_no_number_of_another_order(tmp_path, steps, key, in_order, not_in_order):
+    axes = {"K": "L S D", "L": "S D", "S": "L D"}[steps[-2]]
+    layout = {"hidden_states": f"a.pkl : {steps}/hs -> {axes}"}
+
+    def write(numbers):
+        shape = (2, 4, 8) if "[K]" in steps else (4, 8)
+        answers = [{key: number, "hs": states(*shape, seed=k)} for k, number in enumerate(numbers)]
+        dump(tmp_path / "in/a.pkl", {"q0": {"answers": answers}})
+
+    write(not_in_order)
+    refuse(tmp_path, layout, rf"the item \d in order has the number .*={key}\]")
+    convert(tmp_path, layout | {"ignore": [f"a.pkl : {steps}/{key}"]})
+    write(in_order)
+    convert(tmp_path, layout, overwrite=True)
+
+
+def test_rule_13_numbers_of_answers_begin_alike(tmp_path):
+    answers = {"q0": (0, 1, 2), "q1": (1, 2)}  # an answer was lost
+    dump(
+        tmp_path / "in/a.pkl",
+        {q: [{"hs": states(2, 4, 8, seed=k), "sample": k} for k in found] for q, found in answers.items()},
+    )
+    refuse(tmp_path, {"hidden_states": "a.pkl : {id}/[K]/hs -> L S D"}, "the item 1 in order has the number 2")
+    assert ("q1", 2) in convert(tmp_path, {"hidden_states": "a.pkl : {id}/[sample=sample]/hs -> L S D"})
+
+
+def test_rule_13_rows_of_answers_that_have_another_number(tmp_path):
+    for k in range(4):
+        save(tmp_path / f"in/q{k // 2}_{k % 2}.npy", states(2, 4, 8, seed=k))
+    table(tmp_path / "in/t.csv", [{"qid": f"q{q}", "run": k, "ok": k} for k in (1, 0) for q in (0, 1)])
+    layout = {"hidden_states": "{id}_{sample}.npy -> L S D"}
+
+    refuse(tmp_path, layout | {"is_correct": "t.csv : [id=qid, sample=#]/ok"}, r"\[sample=run\]")
+    found = convert(tmp_path, layout | {"is_correct": "t.csv : [id=qid, sample=run]/ok"})
+    assert {key: trace.score for key, trace in found.items()} == {(f"q{q}", k): k for q in (0, 1) for k in (0, 1)}
+
+
 @pytest.mark.parametrize("name", ["rank{chunk}.npy", "gpu_{chunk}.npy", "worker-{chunk}.npy", "proc{chunk}.npy"])
 def test_rule_13a_ranks_are_no_chunks(name):
     with pytest.raises(UsageError, match="files of ranks are no chunks"):

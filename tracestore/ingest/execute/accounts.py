@@ -8,6 +8,7 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable, nearest, some_of
 from tracestore.ingest.execute.join import Column, RowTexts
+from tracestore.ingest.execute.row_numbers import RowNumbers, key_words
 from tracestore.ingest.execute.shown_traces import ShownTraces
 from tracestore.ingest.execute.table_accounts import KeptValues, TableAccount, check_totals, end_text, table_account
 from tracestore.ingest.execute.traces import TraceColumns
@@ -27,14 +28,7 @@ _OF_TOKENS = frozenset(["prompt_length", "tokens", "tokens_decoded"])
 _MAX_PROBES = 64
 _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
-_ID_COLUMNS = re.compile(
-    r"(?i)((question|q|trace|example|row|line|item|sample|prompt|data(set)?|orig(inal)?|global|array|tensor|vector"
-    r"|hidden|states?|embedding|activation|doc(ument)?|record|entry|instance|problem|query|request|conversation"
-    r"|custom)?_?)?(ids?|qid|u?uid|guid|idx|index|number|no|row)|position|pos|slot|order"
-)
-_UNNAMED = ("", "Unnamed: 0")  # the index of a table, of which a program may have left out rows
 _LAYER_NUMBERS = re.compile(r"(?i)layers?([_-]?(ids?|idx|ind(ex|ices)|num(ber)?s?|list))?")
-_IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
 
 
 class SourceAccount:
@@ -151,7 +145,7 @@ class RunAccount:
         self._in_order: dict[tuple[str, str], tuple[int, tuple[int, str], tuple[int, str]]] = {}
         self.is_whole = True
         self._needs_tokens = is_stated and plan.layout.addresses.keys() & _OF_TOKENS == {"prompt_length"}
-        self._row_numbers: dict[tuple[Any, ...], int] = {}
+        self._numbers = RowNumbers(is_stated=is_stated)
         self._first_numbers: dict[tuple[str, int], int] = {}
         # The states lie under the same items.
         self._prefixes = {p.position_prefix for p in plan.states if p.position_prefix is not None}
@@ -164,9 +158,8 @@ class RunAccount:
         if node.prefix.endswith(("]/", "}/")):
             texts.add(node.prefix, str(key), value, bound)
         is_of_states = node.prefix.removesuffix("[]/") in self._prefixes and AXIS_NAMES.keys().isdisjoint(bound)
-        if _IN_ORDER.search(node.prefix) and not is_of_states:
-            is_chunk = "chunk" in bound and any("chunk" in p.address.bound for p in self._plan.states)
-            self._check_row_number(f"{node.prefix}{key}", str(key), value, bound, is_chunk=is_chunk)
+        is_chunk = "chunk" in bound and any("chunk" in p.address.bound for p in self._plan.states)
+        self._numbers.check(node.prefix, str(key), value, bound, is_of_states=is_of_states, is_chunk=is_chunk)
         if self._holds_layer_numbers(f"{node.prefix}{key}", str(key), value):
             return
         if not node.has_records or not isinstance(value, str | int | float):
@@ -191,33 +184,6 @@ class RunAccount:
                 f'{path} holds {numbers!s:.60}, and L.ids is {stated!s:.60}; ignore = ["{path}"] if it numbers no layers'
             )
         return bool(numbers == stated)
-
-    def _check_row_number(self, path: str, key: str, value: Value, bound: Bound, *, is_chunk: bool) -> None:
-        """Rule 13: rows are joined in order only if no column of ids is left unused; one from 0 to N - 1 is fine."""
-        if value is None or not (key in _UNNAMED or _ID_COLUMNS.fullmatch(key)):
-            return
-        text, is_index = str(value), key in _UNNAMED and str(value).isdecimal()
-        # Rows run on over chunks alone.
-        file = bound.get("file") if is_chunk or "chunk" not in bound else None
-        rows = (path, file, *map(bound.get, AXIS_NAMES))
-        with self._lock:
-            # Chunks of states are read in any order, or alone: each begins with the same number in all of its layers.
-            first = int(text) if is_chunk and text.isdecimal() else 0
-            if rows not in self._row_numbers and is_chunk:
-                self._row_numbers[rows] = self._row_numbers.setdefault((path, bound["chunk"]), first)
-            expected = self._row_numbers.get(rows, 0)
-            self._row_numbers[rows] = (int(text) if is_index else expected) + 1
-        if is_index and int(text) < expected:
-            raise InvalidInputError(
-                f'{path}: the row {text} is behind {expected - 1}: rows in another order? ignore = ["{path}"] if not'
-            )
-        if (key not in _UNNAMED or not self._is_stated) and text != str(expected):
-            name = path.rpartition("[]/")[0]
-            raise InvalidInputError(
-                f"{path}: rows are joined in order, and this column of ids is left out; {name}[id={key}] in each line of "
-                f"the table joins by it, [N={key}] by the place of the states, a line question_id takes it, "
-                f'ignore = ["{path}"] if it numbers no rows'
-            )
 
     @property
     def is_read(self) -> bool:
@@ -380,8 +346,7 @@ def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool, may_
 
 def looks_like_label(key: str) -> bool:
     """Return whether a key may be that of a label or a score."""
-    words = re.split(r"[^a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower())
-    return is_named_as_verdict(key) or any(word in _LABEL_WORDS for word in words)
+    return is_named_as_verdict(key) or any(word in _LABEL_WORDS for word in key_words(key))
 
 
 def holds_array(value: Value, levels: int = 4) -> bool:

@@ -1,0 +1,116 @@
+"""Numbers that items hold next to the values of the lines: items are taken in order only if none says another order."""
+
+import re
+import threading
+from typing import Any
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.execute.walk import Bound
+from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.tree import Value
+from tracestore.store.vocabulary import SAYING
+
+_ID_COLUMNS = re.compile(
+    r"(?i)((question|q|trace|example|row|line|item|sample|prompt|data(set)?|orig(inal)?|global|array|tensor|vector"
+    r"|hidden|states?|embedding|activation|doc(ument)?|record|entry|instance|problem|query|request|conversation"
+    r"|custom)?_?)?(ids?|qid|u?uid|guid|idx|index|number|no|row)|position|pos|slot|order"
+)
+_UNNAMED = ("", "Unnamed: 0")  # the index of a table, of which a program may have left out rows
+_IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
+_INNER = re.compile(r"\[(?:([KLSP])|[^\]]*\bsample ?= ?#[^\]]*)\]/$")
+_PLACES = SAYING["numbers of rows"]
+_NUMBERS = _PLACES | {"id", "num", "number", "no"}
+_ANSWERS = SAYING["generated"] | {"sample", "attempt", "trial", "rollout", "run", "draw"}
+_ANSWER = frozenset(["sample", "attempt", "trial", "rollout", "run", "draw", "generation", "gen", "k"])
+# By what counts items: the name that binds their number, the words for such items, those that number them behind such a
+# word, and those that number them alone.
+_NAMES = {
+    "#": ("sample", _ANSWERS, _NUMBERS, _ANSWER),
+    "K": ("sample", _ANSWERS, _NUMBERS, _ANSWER | _PLACES),
+    "L": ("layer", {"layer", "block"}, _NUMBERS, {"layer", "block"} | _PLACES),
+    "S": ("token", {"token", "tok"}, _PLACES, _PLACES),
+    "P": ("step", {"step", "pass", "token"}, _NUMBERS, {"step"} | _PLACES),
+}
+
+
+def key_words(key: str) -> list[str]:
+    """Return the words of a key in lower case."""
+    return re.split(r"[^a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower())
+
+
+class RowNumbers:
+    """Compare the numbers of rows and items with their order (rule 13).
+
+    Parameters
+    ----------
+    is_stated : bool
+        Whether a person states the layout.
+    """
+
+    def __init__(self, *, is_stated: bool) -> None:
+        self._is_stated = is_stated
+        self._lock = threading.Lock()
+        self._rows: dict[tuple[Any, ...], int] = {}
+        self._items: dict[tuple[Any, ...], tuple[Bound, int, int]] = {}  # what is bound, the place and the number
+        self._first: dict[tuple[str, str], int] = {}  # the number of the first answer
+
+    def check(self, prefix: str, key: str, value: Value, bound: Bound, *, is_of_states: bool, is_chunk: bool) -> None:
+        """Refuse a value that no line names, if it says that items or rows which are taken in order have another one."""
+        inner = _INNER.search(prefix)
+        if inner is not None and self._check_item(prefix, key, value, bound, inner[1] or "#"):
+            return
+        if _IN_ORDER.search(prefix) and not is_of_states:
+            self._check_row(f"{prefix}{key}", key, value, bound, is_chunk=is_chunk)
+
+    def _check_item(self, prefix: str, key: str, value: Value, bound: Bound, letter: str) -> bool:
+        """Return whether a key numbers the items of a list; refuse a number that contradicts their order."""
+        name, kinds, behind, alone = _NAMES[letter]
+        text, words = str(value), key_words(key)
+        is_pair = len(words) == 2 and words[0] in kinds and words[1] in behind
+        if not (is_pair or (len(words) == 1 and words[0] in alone)) or isinstance(value, bool) or not text.isdecimal():
+            return False
+        number, place = int(text), bound["sample" if letter == "#" else letter]
+        others = {n: v for n, v in bound.items() if n not in ("sample", letter)}
+        group = tuple(others.items()) if letter == "#" else ()  # rows of several questions may lie between each other
+        with self._lock:
+            before = self._items.get((prefix, key, bound.get("file"), group), (None, 0, 0))
+            self._items[prefix, key, bound.get("file"), group] = others, place, number
+            step = number - before[2]
+            if before[0] != others or step == 0:  # a number of all items
+                return True
+            is_same = step > 0 if letter == "L" else step == place - before[1]
+            if is_same and name == "sample" and words[0] not in _PLACES:  # alike in all traces, from 0 or from 1 on
+                is_same = number - place == self._first.setdefault((prefix, key), int(number > place))
+        if not is_same:
+            raise InvalidInputError(
+                f"{prefix}{key}: the item {place} in order has the number {number}; [{name}={key}] in each line of the "
+                f'list takes the numbers, ignore = ["{prefix}{key}"] if it numbers no items'
+            )
+        return True
+
+    def _check_row(self, path: str, key: str, value: Value, bound: Bound, *, is_chunk: bool) -> None:
+        """Refuse a column of ids that is left unused; one from 0 to N - 1 is fine."""
+        if value is None or not (key in _UNNAMED or _ID_COLUMNS.fullmatch(key)):
+            return
+        text, is_index = str(value), key in _UNNAMED and str(value).isdecimal()
+        # Rows run on over chunks alone.
+        file = bound.get("file") if is_chunk or "chunk" not in bound else None
+        rows = (path, file, *map(bound.get, AXIS_NAMES))
+        with self._lock:
+            # Chunks of states are read in any order, or alone: each begins with the same number in all of its layers.
+            first = int(text) if is_chunk and text.isdecimal() else 0
+            if rows not in self._rows and is_chunk:
+                self._rows[rows] = self._rows.setdefault((path, bound["chunk"]), first)
+            expected = self._rows.get(rows, 0)
+            self._rows[rows] = (int(text) if is_index else expected) + 1
+        if is_index and int(text) < expected:
+            raise InvalidInputError(
+                f'{path}: the row {text} is behind {expected - 1}: rows in another order? ignore = ["{path}"] if not'
+            )
+        if (key not in _UNNAMED or not self._is_stated) and text != str(expected):
+            name = path.rpartition("[]/")[0]
+            raise InvalidInputError(
+                f"{path}: rows are joined in order, and this column of ids is left out; {name}[id={key}] in each line of "
+                f"the table joins by it, [N={key}] by the place of the states, a line question_id takes it, "
+                f'ignore = ["{path}"] if it numbers no rows'
+            )
