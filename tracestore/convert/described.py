@@ -129,6 +129,9 @@ class DescribedRun:
 
     def begin_source(self, source: SourceFile, writer: StoreWriter) -> None:
         """Begin a source. A score that a built-in layout knows, and another command has defined, is not of its files."""
+        if source.export is not None:
+            self._stated = source.export.stated
+            return
         stated = frozenset[str]() if source.described is None else source.described.stated
         origins = {name: field.source for name, field in writer.attributes.scores.items()}
         of_files = {name for name in stated if origins.get(score_of(name)) == _origin(name)}

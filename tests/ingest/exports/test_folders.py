@@ -1,6 +1,7 @@
 """Folders of exports as inputs: what is refused, which values count, and parts of an export."""
 
 import json
+import math
 import shutil
 
 import numpy as np
@@ -140,3 +141,32 @@ def test_the_old_loader_and_a_dry_run_read_exports(out, tmp_path):
     (out / LIST).write_text(json.dumps(json.loads(text) | {"state": "unfinished", "files": [], "side_files": []}))
     for words in (("convert", out, tmp_path / "no.zarr"), ("convert", out / "traces_batch_0000.pkl", tmp_path / "n")):
         assert "unfinished export" in error_of(*words, code=3)
+
+
+def test_exports_whose_scores_have_opposite_directions_are_refused(out, tmp_path):
+    command("export", tmp_path / "s.zarr", tmp_path / "top" / "one", check=0)
+    with tracestore.create(tmp_path / "t.zarr", score_direction="hallucination") as writer:
+        writer.append(make_traces(1)[0] | {"question_id": "t0"}, score=0.75)
+    command("export", tmp_path / "t.zarr", tmp_path / "top" / "two", check=0)
+    assert "a high score means 'correct'" in error_of("convert", tmp_path / "top", tmp_path / "all.zarr", code=2)
+
+
+@pytest.mark.parametrize("choice", ["error", "keep-first", "keep-last"])
+def test_a_score_or_group_that_an_export_no_longer_has_is_a_conflict(tmp_path, choice):
+    traces, folder = make_traces(3), tmp_path / "out"
+    for scores, groups in (((0.25, 0.75, 0.25), "abc"), ((0.75, math.nan, 0.25), ("a", "b", ""))):
+        shutil.rmtree(folder, ignore_errors=True)
+        with tracestore.create(tmp_path / "s.zarr", overwrite=True) as writer:
+            for trace, score, group in zip(traces, scores, groups, strict=True):
+                writer.append(trace, score=score, group=group)
+        command("export", tmp_path / "s.zarr", folder, check=0)
+        arguments = folder, tmp_path / "back.zarr", "--on-conflict", choice
+        result = command("convert", *arguments)
+        if choice == "error" and groups != "abc":
+            assert result.returncode == 3 and "2 stored traces" in result.stderr
+            return
+        assert result.returncode == 0
+    with tracestore.open(tmp_path / "back.zarr") as store:
+        found = [(trace.scores.get("score"), trace.group) for trace in store]
+    kept = choice == "keep-first"
+    assert found == [(0.75, "a"), (0.75 if kept else None, "b"), (0.25, "c" if kept else "")]

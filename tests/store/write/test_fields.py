@@ -262,6 +262,32 @@ def test_a_name_that_says_its_direction_cannot_be_defined_otherwise(tmp_path):
             writer.define_score("is_correct", direction="hallucination")
 
 
+@pytest.mark.parametrize("flushes", [False, True])
+@pytest.mark.parametrize("name", ["score", "accuracy"])
+def test_a_score_keeps_the_direction_that_a_program_has_defined(tmp_path, name, flushes):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.define_score(name, direction="hallucination")
+        if flushes:
+            writer.append({"hidden_states": states(), "question_id": "a"})
+            writer.flush()
+        with pytest.raises(UsageError, match=f"a high {name} means 'hallucination'"):
+            writer.append({"hidden_states": states(), "question_id": "b"}, scores={name: 0.9})
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_score_of_traces_that_wait_for_the_commit_keeps_its_direction(tmp_path, is_stored):
+    if is_stored:
+        with tracestore.create(tmp_path / "s.zarr") as writer:
+            writer.append({"hidden_states": states(), "question_id": "a"})
+            writer.define_score("judge")
+    with tracestore.create(tmp_path / "s.zarr", append=True) as writer:
+        if not is_stored:
+            writer.define_score("judge")
+        writer.append({"hidden_states": states(), "question_id": "b"}, scores={"judge": 0.9})
+        with pytest.raises(UsageError, match="a high judge means 'correct'"):
+            writer.define_score("judge", direction="hallucination")
+
+
 @pytest.mark.parametrize("name", ["attention", "edges", "nothing"])
 def test_attention_is_in_all_traces_or_none(tmp_path, name):
     plain = {"hidden_states": states(), "question_id": "a"}

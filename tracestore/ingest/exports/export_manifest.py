@@ -190,6 +190,12 @@ class ExportedFile(NamedTuple):
         return self.facts.folder / self.file.name
 
     @property
+    def stated(self) -> frozenset[str]:
+        """The fields of the scores and the group that a trace of the file has, or else none."""
+        names = self.facts.manifest.score_columns.values()
+        return frozenset({"group", *(f"correctness.{name}" for name in names)} if self.has_values else ())
+
+    @property
     def provenance(self) -> Provenance | None:
         """Provenance of its traces."""
         return None if self.file.provenance is None else self.facts.provenances[self.file.provenance]

@@ -245,6 +245,11 @@ class Pending:
         """Size of the segments in bytes."""
         return sum(s.num_bytes for s in self.segments) + (self.lens.segment.num_bytes if self.lens else 0)
 
+    def has_score(self, name: str) -> bool:
+        """Return whether a trace gets a value of a named score."""
+        values = (given.scores.get(name, math.nan) for given in self.updates.values())
+        return name in self.rows.to_columns().scores or not all(map(math.isnan, values))
+
     def discard(self) -> None:
         """Remove all files."""
         if self.lens is not None:

@@ -92,7 +92,7 @@ class StoreWriter(Changes):
         super().__init__(target, on_conflict, allow_mixed_provenance)
         self.commit_bytes, self.split_bytes = commit_bytes, split_bytes
         options: Options = {"attention": attention, "dtype": dtype, "codec": codec}
-        self._is_open = True
+        self._is_open, self._directions = True, dict[str, str]()  # of the scores that this writer has defined
         with fsio.map_os_errors(self.path):
             try:
                 with self._target.opened():
@@ -238,23 +238,27 @@ class StoreWriter(Changes):
         Raises
         ------
         UsageError
-            If the name is not valid, or other traces have scores of this name with the opposite direction.
+            If the name is not valid, or this writer has defined it with the opposite direction, or other traces have
+            scores of this name with that direction.
         """
 
         def define() -> None:
             stored = self.attributes.scores.get(name, field)
             if stored.direction != field.direction:
                 scored = np.flatnonzero(~np.isnan(self.read_columns().score(name)))
-                if not np.isin(scored, np.fromiter(replaced, np.int64)).all():
+                has_others = not np.isin(scored, np.fromiter(replaced, np.int64)).all()
+                is_defined = self._directions.get(name, field.direction) != field.direction
+                if has_others or is_defined or self._pending.has_score(name):
                     raise UsageError(
                         f"{self._target.location}: a high {name} means {stored.direction!r} in the store, "
-                        f"{field.direction!r} in what is added. Use another name, or replace all values of this one "
-                        "(tracestore score)."
+                        f"{field.direction!r} in what is added. Use another name, state the other direction, "
+                        "or replace all values of this one (tracestore score)."
                     )
             known, self.attributes = self.attributes, self.attributes.with_score(name, field, is_default=is_default)
             self._pending.has_attributes |= is_alone and self.manifest.num_traces > 0 and self.attributes != known
 
         self._do(define)
+        self._directions[name] = field.direction
 
     def keep_layout(self, text: str) -> None:
         """Keep the layout of sources as the newest, from the next commit on."""
