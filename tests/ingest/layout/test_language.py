@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import ROOT
+from tests.ingest.execute.folders import convert, save, states, table
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import ItemsStep, KeyStep, parse_address
 from tracestore.ingest.layout.effects import check_effects
@@ -82,12 +83,45 @@ def test_layouts_of_the_corpus_survive_toml():
         (STATES | {"hallucination.f1": "a.csv : []/x", "correctness.f1": "={x}"}, "the score of .* has the same name"),
         (STATES | {"hallucination.is_correct": "a.csv : []/x"}, "1 means the opposite under is_correct"),
         (STATES | {"correctness.is_hallucinated": "={x}"}, "1 means the opposite under is_hallucinated"),
+        *(
+            (STATES | {"is_correct": line}, f"1 means the opposite under {key}; name the line is_hallucinated")
+            for line, key in (
+                ("a.csv : [id=q]/isHallucinated", "is_hallucinated"),
+                ("a.csv : []/Hallucination Label", "hallucination_label"),
+                ("a.h5 : {id}/@incorrect", "incorrect"),
+                ("y/hallucinated.npy -> N", "hallucinated"),
+            )
+        ),
+        *(
+            (STATES | {field: f"a.csv : []/{key}"}, f"the opposite under {key.lower()}; name the line is_correct")
+            for field in ("label", "is_hallucinated")
+            for key in ("is_correct", "Correct", "exact_match", "right")
+        ),
         *((STATES | {name: ["a.csv : []/x", "a.csv : []/y"]}, "one address") for name in OF_ONE_ADDRESS),
     ],
 )
 def test_a_wrong_entry_is_refused_with_its_name(entries, words):
     with pytest.raises(UsageError, match=words):
         parse_layout(entries)
+
+
+@pytest.mark.parametrize(
+    ("field", "key"),
+    [("is_correct", "label"), ("is_correct", "correct"), ("label", "is_wrong"), ("correctness.hhem", "hallucination")],
+)
+def test_a_key_of_the_same_or_of_no_direction_is_taken(field, key):
+    assert field in parse_layout(STATES | {field: f"a.csv : []/{key}"}).addresses
+
+
+def test_a_key_of_the_opposite_direction_needs_the_meaning_of_its_numbers(tmp_path):
+    save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
+    table(tmp_path / "in/t.csv", [{"index": k, "is_correct": k % 2} for k in range(3)])
+    layout = {"hidden_states": "h.npy -> N L S D", "is_hallucinated": "t.csv : []/is_correct"}
+
+    with pytest.raises(UsageError, match="name the line is_correct, or state both numbers"):
+        parse_layout(layout)
+    traces = convert(tmp_path, layout | {"words.0": True, "words.1": False}).values()
+    assert [trace.score for trace in traces] == [1, 0, 1]
 
 
 def test_lines_replace_the_entries_of_a_file(tmp_path):

@@ -2,10 +2,11 @@
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from tracestore.errors import UsageError, escape_unprintable, nearest
@@ -13,6 +14,7 @@ from tracestore.ingest.layout.addresses import Address, parse_address
 from tracestore.ingest.layout.fields import (
     DTYPES,
     FIELDS,
+    LABELS,
     MISSING_WORD,
     RECORD_FIELDS,
     SETTINGS,
@@ -23,7 +25,7 @@ from tracestore.ingest.layout.fields import (
     score_of,
 )
 from tracestore.ingest.layout.patterns import INNER_NAMES, Pattern, is_name
-from tracestore.store.vocabulary import JUDGMENTS
+from tracestore.store.vocabulary import CORRECT, HALLUCINATION, JUDGMENTS, SCORES, WORDS
 
 _MAX_BYTES = 1 << 20
 _MAX_AXES = 4  # of states
@@ -34,6 +36,8 @@ _OTHER_STATES = "vector"
 _TEMPLATES = ("id", "sample")
 # What `sample` states where answers are numbered in the order of their rows.
 COUNTED = "#"
+# Entries that state what the numbers of a label mean.
+_NUMBER_WORDS = ("words.0", "words.1")
 _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 
 
@@ -207,6 +211,21 @@ def _check_scores(layout: Layout, where: str) -> None:
             )
         if score_of(name) in JUDGMENTS and layout.rule(score_of(name)).direction != direction:
             raise UsageError(f"{where}: {name}: 1 means the opposite under {score_of(name)}; name it otherwise")
+        key = _last_name(layout.addresses.get(name, ()))
+        means = SCORES.get(key) or (None if key not in WORDS else CORRECT if WORDS[key] else HALLUCINATION)
+        if name in LABELS and means not in (None, direction) and layout.settings.keys().isdisjoint(_NUMBER_WORDS):
+            raise UsageError(
+                f"{where}: {name}: 1 means the opposite under {key}; name the line {JUDGMENTS[means == HALLUCINATION]}, "
+                f"or state both numbers: {' and '.join(_NUMBER_WORDS)}"
+            )
+
+
+def _last_name(addresses: tuple[Address, ...]) -> str:
+    """Return the name of the values of a line as the vocabulary spells it: the last key, else that of the files."""
+    if not addresses:
+        return ""
+    text = addresses[0].path[-1].text if addresses[0].path else PurePath(addresses[0].files.text).stem
+    return re.sub(r"[\s-]+|(?<=[a-z])(?=[A-Z])", "_", text.lstrip("@")).lower()
 
 
 def _add_records(addresses: dict[str, tuple[Address, ...]], records: tuple[Address, ...]) -> None:

@@ -227,8 +227,7 @@ def _verdicts(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> tup
     else:
         is_label = _is_claim(name.split("_")) or (direction is None and not _is_score(leaf, words, name))
         is_plain = all(str(value).casefold() in ("true", "false") for value in leaf.scalars)
-        if name == "correct" and not is_plain and siblings & SAYING["choices"]:
-            direction = None
+        is_doubtful |= name == "correct" and not is_plain and bool(siblings & SAYING["choices"])
     ways = [direction] if direction else sorted(_FIELDS, reverse="hallu" in name)
     name = name.removesuffix("_score") if direction else name.removesuffix("s")
     fields = (_FIELDS[way] for way in ways)
