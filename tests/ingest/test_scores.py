@@ -251,3 +251,46 @@ def test_other_labels_next_to_scores_are_refused(tmp_path, source, value):
     path = write_csv(tmp_path / "scores.csv", ["question_id", "label", "score"], [["q0", value, 0.5]])
     done = convert(source, tmp_path / "s.zarr", "--scores", path, check=3)
     assert "expected 1 (hallucinated) or 0; --score-column score uses the scores alone" in done.stderr
+
+
+def numbered(count):
+    """Return traces with ids that are numbers, and questions."""
+    own = ({"question_id": str(k), "question": f"Who is {'abcd'[k]}?"} for k in range(count))
+    return [trace | fields for trace, fields in zip(make_traces(count), own, strict=True)]
+
+
+@pytest.mark.parametrize("names", [("id", "example_id"), ("index", "tqa_index"), ("row_id", "prompt_idx")])
+def test_two_columns_of_ids_that_contradict_each_other(tmp_path, names):
+    """[the number of a row of a shuffled table]"""
+    source, rows = write_pickle(tmp_path / "a.pkl", numbered(4)), [(0, 2), (1, 0), (2, 3), (3, 1)]
+    scores = write_csv(tmp_path / "scores.csv", [*names, "score"], [[*ids, ids[1] / 10] for ids in rows])
+
+    done = convert(source, tmp_path / "s.zarr", "--scores", scores, check=2)
+    assert f"choose --id-column {names[0]} or --id-column {names[1]}" in done.stderr
+    convert(source, tmp_path / "s.zarr", "--scores", scores, "--id-column", names[1])
+    assert [trace.score for trace in tracestore.open(tmp_path / "s.zarr")] == [0, 0.1, 0.2, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("other", "ids"),
+    [("answer_idx", (0, 1, 1, 0)), ("example_id", range(4)), ("item_id", "abcd"), ("rank", (1, 0, 3, 2))],
+)
+def test_a_column_next_to_the_ids_that_does_not_contradict_them(tmp_path, other, ids):
+    source = write_pickle(tmp_path / "a.pkl", numbered(4))
+    scores = write_csv(tmp_path / "scores.csv", ["id", other, "score"], [[k, ids[k], k / 10] for k in range(4)])
+    convert(source, tmp_path / "s.zarr", "--scores", scores)
+
+
+@pytest.mark.parametrize("column", ["prompt", "query", "Instruction"])
+def test_the_prompt_of_a_row_is_not_the_question_of_another_one(tmp_path, column):
+    source = write_pickle(tmp_path / "a.pkl", numbered(4))
+
+    def write(texts):
+        return write_csv(
+            tmp_path / "scores.csv", ["id", column, "score"], [[k, t, k / 10] for k, t in enumerate(texts)]
+        )
+
+    done = convert(source, tmp_path / "s.zarr", "--scores", write(f"Who is {c}?" for c in "bcda"), check=3)
+    assert "the question of 0 is 'Who is b?', and the trace has 'Who is a?'" in done.stderr
+    convert(source, tmp_path / "s.zarr", "--scores", write(f"Template {c}" for c in "bcda"))
+    convert(source, tmp_path / "t.zarr", "--scores", write(f"Q: Who is {c}? A:" for c in "abcd"))

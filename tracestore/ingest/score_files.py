@@ -21,6 +21,8 @@ from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES, SYNONYMS
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 # Columns of the question ids, by their normalized names; the first one of a table counts.
 _ID_COLUMNS = (ID_COLUMN, *(name.replace(" ", "_") for name in SYNONYMS[ID_COLUMN]))
+_QUESTION_IDS = (ID_COLUMN, "question_ids", "question_idx", "qid", "qids")
+_OF_IDS = ("_id", "_ids", "_idx", "_index", "_uid")
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORES.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
@@ -74,6 +76,14 @@ def column_of(header: Sequence[str], *names: str) -> str | None:
 def id_column_of(header: Sequence[str]) -> str | None:
     """Return the column of the question ids: question_id, or the first of its other names."""
     return column_of(header, *_ID_COLUMNS)
+
+
+def other_id_columns(header: Sequence[str], id_column: str) -> list[str]:
+    """Return the columns that may be those of the ids as well as one whose name is not that of ids of questions."""
+    if normalized(id_column) in _QUESTION_IDS:
+        return []
+    names = {name: normalized(name) for name in header if name != id_column}
+    return [name for name, text in names.items() if text in _ID_COLUMNS or text.endswith(_OF_IDS)]
 
 
 def sample_column_of(header: Sequence[str], id_column: str | None) -> str | None:

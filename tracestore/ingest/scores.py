@@ -1,6 +1,7 @@
 """Read scores files: CSV with question_id and a column of scores, and others."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -24,12 +25,13 @@ from tracestore.ingest.score_files import (
     direction_of,
     id_column_of,
     normalized,
+    other_id_columns,
     read_table,
     sample_column_of,
     score_columns_of,
 )
 from tracestore.store.format.labels import CORRECT, DEFAULT_SCORE_NAME, HALLUCINATION, PREDICTION_COLUMNS, ScoreField
-from tracestore.store.vocabulary import score_of_word
+from tracestore.store.vocabulary import SYNONYMS, score_of_word
 from tracestore.words import plural
 
 _MIN_LABELS = 10  # fewer may be those of the answers with wrong scores
@@ -41,6 +43,10 @@ _NO_QUESTION = re.compile(
 )  # the cell says nothing, or a number
 _MAX_ROWS = 100  # in which the message names a column with the ids of the traces
 Key = tuple[str, int]  # the question id and sample of a trace
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.split()).casefold()
 
 
 def score_name(column: str) -> str:
@@ -106,12 +112,19 @@ class Scores:
     def check_question(self, question_id: str, sample: int, question: str | None) -> None:
         """Rule 13b: the question of a trace is that of its row, unless the user has named the column of the ids."""
         texts = self.questions.get(self.key_of(question_id, sample), ())
-        if texts and question and not any(texts_agree(text, question) for text in texts):
+        if not texts or not question or any(texts_agree(text, question) for text in texts):
+            return
+        # A prompt may be another text than the question, but not the question of another row.
+        if normalized(self.question_column or "") == "question" or _folded(question) in self._folded_questions:
             shown, expected, name = (escape_unprintable(part, 40) for part in (texts[0], question, self.id_column))
             raise InvalidInputError(
                 f"{self.path.name}: the question of {escape_unprintable(question_id, 60)} is {shown!r}, and the trace has "
                 f"{expected!r}: ids of other questions? --id-column {name} if not"
             )
+
+    @functools.cached_property
+    def _folded_questions(self) -> frozenset[str]:
+        return frozenset(_folded(text) for texts in self.questions.values() for text in texts)
 
     def check_ids(self, matched: Container[Key], missing: Collection[tuple[str, int]], *, is_whole: bool) -> str | None:
         """Check rules 12b and 12c: some rows are those of traces, and the others differ by more than spelling.
@@ -257,16 +270,21 @@ def read_scores(
         with read_table(path) as table:
             scores = _columns(path, table, score_column, group_column, score_direction, id_column)
             header = {*table.header}
+            others: dict[str, dict[str, str]] = {name: {} for name in other_id_columns(table.header, scores.id_column)}
             for position, row in enumerate(table.rows):
                 try:
                     _check_late_columns(scores, row.keys() - header)
                     key, values = _row(scores, row)
                     scores.add(key, values)
+                    for name, ids in others.items():
+                        ids[key[0]] = str(row.get(name))
                     text = row.get(scores.question_column) if scores.question_column is not None else None
                     if isinstance(text, str) and not _NO_QUESTION.fullmatch(text.strip()):
                         scores.questions.setdefault(key, []).append(text)
                 except InvalidInputError as error:
                     raise InvalidInputError(f"row {position}: {error.reason}", field=error.field) from None
+        if id_column is None:
+            _check_other_ids(scores, others)
         if len(scores.rows) > 1 and len({text for texts in scores.questions.values() for text in texts}) == 1:
             scores.questions.clear()  # the name of a task, or an instruction
         scores.check_labels()
@@ -314,12 +332,24 @@ def _columns(
     scores.has_groups, scores.is_direction_known = scores.group_column in header, direction is not None
     if id_column is None:
         others = sorted({*header} - {ids, samples, column, group_column})
-        scores.question_column = column_of(others, "question")
+        scores.question_column = column_of(others, "question", *SYNONYMS["question"])
     if score_column is None and normalized(column) != "label":
         scores.label_column = column_of(header, "label")
     if direction is None and normalized(column) not in WORD_COLUMNS:
         raise ambiguous_direction(column, f"{path.name}: ")
     return scores
+
+
+def _check_other_ids(scores: Scores, others: dict[str, dict[str, str]]) -> None:
+    """Refuse a second column of ids that gives the ids of the first one to other rows: only one of both is that of traces."""
+    for name, ids in others.items():
+        found = {*ids.values()}
+        if len(found) == len(ids) and any(other != own and other in ids for own, other in ids.items()):
+            own, other = next((own, other) for own, other in ids.items() if other != own and other in ids)
+            raise UsageError(
+                f"{scores.path.name}: a row has {scores.id_column} {own!r:.40} and {name} {other!r:.40}, which is another "
+                f"row's {scores.id_column}; choose --id-column {scores.id_column} or --id-column {name}"
+            )
 
 
 def _check_late_columns(scores: Scores, names: set[str]) -> None:
