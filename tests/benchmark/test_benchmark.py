@@ -318,6 +318,11 @@ def test_earlier_results_are_kept_unless_overwritten(path, tmp_path):
         (tmp_path / "out/benchmark.json").write_text(text)
         assert "not the results of tracestore benchmark" in error_of(*words, "--overwrite", code=2)
         assert (tmp_path / "out/benchmark.json").read_text() == text
+    (tmp_path / "mine/checkpoints").mkdir(parents=True)
+    (tmp_path / "mine/checkpoints/length.pt").write_text("mine")
+    of_mine = (*fast, "--output-dir", tmp_path / "mine", "--save-detectors")
+    assert "holds earlier results" in error_of(*of_mine, code=2)
+    assert (tmp_path / "mine/checkpoints/length.pt").read_text() == "mine"
     shared = ("--folds-dir", tmp_path / "out", "--output-dir", tmp_path / "other")
     command(*fast, *shared, check=0)
     assert not (tmp_path / "other/folds-s.json").exists()

@@ -93,6 +93,12 @@ def test_batches_into_one_file(data, traces, tmp_path, source):
     with pytest.raises(IndexError):
         tracestore.extract_batch_subset([0, 9], tmp_path / "none.pkl", path)
     assert not (tmp_path / "none.pkl").exists()
+    before = (tmp_path / "all.pkl").read_bytes()
+    with pytest.raises(UsageError, match="exists"):
+        tracestore.merge_batches(tmp_path / "all.pkl", path)
+    with pytest.raises(UsageError, match="is a store"):
+        tracestore.merge_batches(write_store(tmp_path / "other.zarr", traces) / "new.pkl", path)
+    assert (tmp_path / "all.pkl").read_bytes() == before
 
 
 def test_traces_a_program_appended_and_bfloat16(tmp_path):

@@ -294,3 +294,12 @@ def test_the_prompt_of_a_row_is_not_the_question_of_another_one(tmp_path, column
     assert "the question of 0 is 'Who is b?', and the trace has 'Who is a?'" in done.stderr
     convert(source, tmp_path / "s.zarr", "--scores", write(f"Template {c}" for c in "bcda"))
     convert(source, tmp_path / "t.zarr", "--scores", write(f"Q: Who is {c}? A:" for c in "abcd"))
+
+
+def test_the_questions_of_a_file_are_counted_once(tmp_path):
+    traces = [trace | {"question_id": f"q{k // 2}", "sample": k % 2} for k, trace in enumerate(make_traces(4))]
+    rows = [[f"q{k // 2}", k % 2, k / 4] for k in range(4)]
+    path = write_csv(tmp_path / "scores.csv", ["question_id", "sample", "score"], rows)
+    done = convert(write_pickle(tmp_path / "a.pkl", traces), tmp_path / "s.zarr", "--scores", path)
+    assert "column score, 2 questions" in done.stdout
+    assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 0.25, 0.5, 0.75]

@@ -229,6 +229,16 @@ def test_a_scores_file_that_is_gone_is_refused(data, tmp_path, is_named):
         assert "scores.csv: is gone since the plan" in error_of(name, file, code=3)
 
 
+def test_a_plan_without_tasks_tells_how_changed_scores_are_stored(data, tmp_path):
+    ids = [f"q{10 * k + i}" for k in range(6) for i in range(4)]
+    write_scores(data / "scores.csv", dict.fromkeys(ids, 0.25))
+    convert(data, tmp_path / "s.zarr")
+    write_scores(data / "scores.csv", dict.fromkeys(ids, 0.75))
+    assert "scores.csv: changed scores" in convert(data, tmp_path / "s.zarr", "--plan", tmp_path / "p.json").stdout
+    assert "changed scores are" not in convert(data, tmp_path / "s.zarr", "--workers", 2).stdout
+    assert set(tracestore.open(tmp_path / "s.zarr").scores.tolist()) == {0.75}
+
+
 def replaced(data, number):
     write_pickle(data / f"batch_{number}.pkl", [make_trace(10 * number, tokens=3) | {"rare": 99, "temperature": 0.25}])
 

@@ -128,9 +128,10 @@ def run_benchmark(
     options = replace(options, score_threshold=thresholds[0])
     output_dir.mkdir(parents=True, exist_ok=True)
     with lock_output_dir(output_dir):
+        checkpoints = output_dir.glob("checkpoints*/*.pt") if options.save_detectors else ()
+        if not options.overwrite and ((output_dir / RESULTS).exists() or any(checkpoints)):
+            raise UsageError(f"{output_dir} holds earlier results; pass --overwrite or another --output")
         if (output_dir / RESULTS).exists():
-            if not options.overwrite:
-                raise UsageError(f"{output_dir} holds earlier results; pass --overwrite or another --output")
             _check_replaced(output_dir / RESULTS)
         check_output_files(
             output_dir,

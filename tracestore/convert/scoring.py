@@ -294,7 +294,7 @@ def _read_files(described: DescribedRun, options: ConvertOptions, output: Output
         found = read_scores(
             path, options.score_column, options.group_column, options.score_direction, options.id_column
         )
-        output.info(f"scores: {path}, column {found.column}, {plural(len(found.rows), 'question')}")
+        output.info(f"scores: {path}, column {found.column}, {plural(len({key[0] for key in found.rows}), 'question')}")
         if scores is None:
             scores = found
         else:

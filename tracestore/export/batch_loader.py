@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.errors import UsageError
 from tracestore.export.exporter import TRACES_PER_FILE
 from tracestore.export.file_formats import PickleListWriter, record_dict, trace_dict
 from tracestore.ingest.builtin.parts import find_sources
 from tracestore.ingest.source_reading import read_traces
 from tracestore.ingest.sources import SourceFile
+from tracestore.store.io.destinations import require_outside_stores
 from tracestore.store.io.files import LocalFiles, parse_location
 from tracestore.store.io.fsio import atomic_write, map_os_errors
 from tracestore.store.maintain.selection import by_source
@@ -204,7 +206,7 @@ def _store_batches(traces: TraceStore | TraceSubset) -> list[_Batch]:
 
 
 def merge_batches(output_file: str | os.PathLike[str], traces_dir: str | os.PathLike[str] = "traces_data") -> int:
-    """Write each trace of a folder or a store into one pickled list.
+    """Write each trace of a folder or a store into one pickled list, a new file.
 
     One trace at a time is in memory. Errors are those of `TraceBatchLoader`.
 
@@ -222,6 +224,8 @@ def merge_batches(output_file: str | os.PathLike[str], traces_dir: str | os.Path
 
     Raises
     ------
+    UsageError
+        If the file exists, or would lie in a store.
     DiskFullError
         If there is no space left.
 
@@ -239,7 +243,7 @@ def extract_batch_subset(
     output_file: str | os.PathLike[str],
     traces_dir: str | os.PathLike[str] = "traces_data",
 ) -> int:
-    """Write some batches of a folder or a store into one pickled list, in the given order.
+    """Write some batches of a folder or a store into one pickled list, a new file, in the given order.
 
     One trace at a time is in memory. Errors are those of `TraceBatchLoader`.
 
@@ -259,6 +263,8 @@ def extract_batch_subset(
 
     Raises
     ------
+    UsageError
+        If the file exists, or would lie in a store.
     DiskFullError
         If there is no space left.
     IndexError
@@ -277,6 +283,9 @@ def extract_batch_subset(
 
 def _write(output_file: str | os.PathLike[str], traces: Iterator[dict[str, Any]]) -> int:
     path, count = Path(output_file), 0
+    require_outside_stores(path)
+    if os.path.lexists(path):
+        raise UsageError(f"{path}: exists; remove it, or choose another name")
     with map_os_errors(path), atomic_write(path) as file:
         writer = PickleListWriter(file)
         for trace in traces:

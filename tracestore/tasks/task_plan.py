@@ -314,6 +314,8 @@ def plan_tasks(
         conversion = Conversion(arguments, str(files.location), options, output)
         plan = new_plan(conversion, arguments, files, options, output)
         conversion.described.release()
+        if plan is None and (scores := conversion.scoring.scores_file) is not None:
+            output.info(f"{scores}: changed scores are stored by tasks of new sources, or by convert without a plan")
     return [] if plan is None else plan.tasks()
 
 
