@@ -181,6 +181,11 @@ _VERDICT_NAME = re.compile(
 )
 # Names that hold such a part and mean something else.
 _NO_VERDICT = re.compile(r"answers?$|tokens?$|num_|count|threshold|model$|name$|version")
+_QUESTION_ID = re.compile(
+    r"((question|q|trace|example|item|prompt|orig(inal)?|doc(ument)?|record|instance|problem|query|request)_?)?"
+    r"(ids?|qids?|u?uid|guid)|(question|q|example|prompt)_?(idx|index|number|no)",
+    re.IGNORECASE,
+)
 
 # Words of judges: whether the answer is correct; and those whose meaning is that of the name.
 WORDS = {
@@ -255,6 +260,11 @@ def is_named_as_verdict(key: str) -> bool:
     """Return whether a key that is no field looks like a label or score by its name."""
     name = key.lower()
     return _VERDICT_NAME.search(name) is not None and _NO_VERDICT.search(name) is None
+
+
+def is_question_id(key: str) -> bool:
+    """Return whether a key is the id of a question, and not the number of a row or of an answer."""
+    return _QUESTION_ID.fullmatch(key) is not None
 
 
 def is_verdict(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from unittest import TestCase
 
+import h5py
 import numpy as np
 import pytest
 
@@ -622,6 +623,45 @@ def test_rule_10b_equal_states_under_other_names_are_counted(tmp_path):
         convert(tmp_path, {"hidden_states": "{id}.npy -> L S D"})
 
     assert any("1 trace with the hidden states of another id" in line for line in logged.output)
+
+
+@pytest.mark.parametrize("key", ["question_id", "qid", "id", "example_idx"])
+@pytest.mark.parametrize("ids", [(1, 2, 0), (0, 2, 1)])
+def test_rule_11_a_trace_does_not_hold_the_id_of_another_one(tmp_path, key, ids):
+    layout = {"hidden_states": "{id}.pkl : hs -> L S D"}
+
+    def write(names):
+        for k, name in enumerate(names):
+            dump(tmp_path / f"in/{k}.pkl", {"hs": states(2, 4, 8, seed=k), key: name})
+
+    write(ids)
+    refuse(tmp_path, layout, f"has the id '.', which names another one; .*{key}")
+    convert(tmp_path, layout | {"ignore": [f"{{id}}.pkl : {key}"]}, overwrite=True)
+    for names in (range(3), ("a", "b", "c")):
+        write(names)
+        convert(tmp_path, layout, overwrite=True)
+
+
+@pytest.mark.parametrize("place", ["attribute", "json", "key"])
+def test_rule_11_ids_in_attributes_tables_and_dicts(tmp_path, place):
+    ids, arrays = ("b", "c", "a"), [states(2, 4, 8, seed=k) for k in range(3)]
+    (tmp_path / "in").mkdir()
+    if place == "attribute":
+        with h5py.File(tmp_path / "in/a.h5", "w") as file:
+            for name, other, array in zip("abc", ids, arrays, strict=True):
+                file[f"{name}/hs"] = array
+                file[name].attrs["question_id"] = other
+    if place == "key":
+        found = zip("abc", ids, arrays, strict=True)
+        dump(tmp_path / "in/a.pkl", {name: {"hs": array, "question_id": other} for name, other, array in found})
+    layout = {"hidden_states": f"a.{'h5' if place == 'attribute' else 'pkl'} : {{id}}/hs -> L S D"}
+    if place == "json":
+        for name, other, array in zip("abc", ids, arrays, strict=True):
+            save(tmp_path / f"in/{name}.npy", array)
+            table(tmp_path / f"in/{name}.json", {"id": other, "question": "x"})
+        layout = {"hidden_states": "{id}.npy -> L S D", "question": "{id}.json : question"}
+
+    refuse(tmp_path, layout, "which names another one")
 
 
 def test_rule_11_attention_of_other_ids(tmp_path):

@@ -164,7 +164,7 @@ class DirectReader:
             values[name] = value
         if "spans" in values:
             check_spans(values["spans"], [values[name] for name in ANSWER_FIELDS if name in values])
-        extras = self._extras(item, keys.rest) if keys.rest else None
+        extras = self._extras(item, keys.rest, bound) if keys.rest else None
         self._maker.set_id(values, bound)
         self._maker.set_sample(values, bound.get("sample"))
         stated = None if (found := values.pop("L.ids", None)) is None else found.tolist()
@@ -205,12 +205,12 @@ class DirectReader:
             place.rule.kind, (_typed, str)
         )
 
-    def _extras(self, item: Group, rest: list[Any]) -> dict[str, Any]:
+    def _extras(self, item: Group, rest: list[Any], bound: Mapping[str, Any]) -> dict[str, Any]:
         """Return the texts and numbers that no line names, if `records` takes them."""
-        found = {}
+        found, named = {}, {name: bound[name] for name in ("id",) if name in bound}
         for key in rest:
             value = item[key]
-            self._walk.on_unclaimed(self._node, key, value, {})
+            self._walk.on_unclaimed(self._node, key, value, named)
             if self._node.has_records and isinstance(value, _EXTRAS):
                 found[str(key)] = value
         return found

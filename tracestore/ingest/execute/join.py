@@ -61,7 +61,7 @@ class Column:
         self._firsts: dict[tuple[Any, ...], dict[str, Any]] = {}  # what the first trace of each row binds
         self._numbers: dict[tuple[Any, ...], int] | None = None  # of rows among those of the same value
         self._lists: set[tuple[Any, ...]] | None = None  # the keys of lists of answers
-        self.has_made_ids: bool | None = None  # instead of those that names bind; None if no row shows it
+        self.has_made_ids: bool | None = None  # or those of names; None if no row shows it
         self._files: dict[tuple[Any, ...], str] = {}  # by the key of a stack of rows
 
     def add(self, cell: Cell, source: str) -> None:

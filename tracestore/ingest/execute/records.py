@@ -233,8 +233,7 @@ class TraceBuilder:
         self._maker.set_id(values, environment, values.pop("id", None))
         if (question_id := values.get("question_id")) is not None:
             environment.setdefault("id", question_id)
-            is_made = not {"id", "question_id"}.isdisjoint(self.plan.layout.templates)
-            trace.made_id = question_id if is_made and environment["id"] != question_id else None
+            trace.made_id = question_id if environment["id"] != question_id else None
             if "sample" in self._settings:
                 values["sample"] = trace.number_of_answer(question_id)
         self._maker.set_sample(values, environment.get("sample", environment.get("K")))

@@ -1,23 +1,26 @@
-"""Numbers that items hold next to the values of the lines: items are taken in order only if none says another order."""
+"""Numbers and ids next to the values of the lines: none says another order of items, or that a trace is another one."""
 
 import re
 import threading
 from typing import Any
 
-from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.walk import Bound
+from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.tree import Value
-from tracestore.store.vocabulary import SAYING
+from tracestore.store.vocabulary import SAYING, is_question_id
 
 _ID_COLUMNS = re.compile(
     r"(?i)((question|q|trace|example|row|line|item|sample|prompt|data(set)?|orig(inal)?|global|array|tensor|vector"
     r"|hidden|states?|embedding|activation|doc(ument)?|record|entry|instance|problem|query|request|conversation"
     r"|custom)?_?)?(ids?|qid|u?uid|guid|idx|index|number|no|row)|position|pos|slot|order"
 )
+Bound = dict[str, Any]  # as in walk
 _UNNAMED = ("", "Unnamed: 0")  # the index of a table, of which a program may have left out rows
 _IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
 _INNER = re.compile(r"\[(?:([KLSP])|[^\]]*\bsample ?= ?#[^\]]*)\]/$")
+# What a name with {id} means as a whole.
+_NAMED = re.compile(r"\{id[:}][^\[]*/$|\{id[:}][^\[]* : $")
+_MAX_IDS = 10_000  # of a path, that are compared
 _PLACES = SAYING["numbers of rows"]
 _NUMBERS = _PLACES | {"id", "num", "number", "no"}
 _ANSWERS = SAYING["generated"] | {"sample", "attempt", "trial", "rollout", "run", "draw"}
@@ -53,14 +56,31 @@ class RowNumbers:
         self._rows: dict[tuple[Any, ...], int] = {}
         self._items: dict[tuple[Any, ...], tuple[Bound, int, int]] = {}  # what is bound, the place and the number
         self._first: dict[tuple[str, str], int] = {}  # the number of the first answer
+        self._ids: dict[str, tuple[dict[str, str], dict[str, str]]] = {}  # by path: the ids of names, and the reverse
 
     def check(self, prefix: str, key: str, value: Value, bound: Bound, *, is_of_states: bool, is_chunk: bool) -> None:
         """Refuse a value that no line names, if it says that items or rows which are taken in order have another one."""
+        if "id" in bound and type(value) in (str, int) and _NAMED.search(prefix) and is_question_id(key.lstrip("@")):
+            self._check_id(f"{prefix}{key}", str(bound["id"]), str(value).strip())
         inner = _INNER.search(prefix)
         if inner is not None and self._check_item(prefix, key, value, bound, inner[1] or "#"):
             return
         if _IN_ORDER.search(prefix) and not is_of_states:
             self._check_row(f"{prefix}{key}", key, value, bound, is_chunk=is_chunk)
+
+    def _check_id(self, path: str, own: str, other: str) -> None:
+        """Rule 11: a trace that is named by a file or key does not hold the id of another one."""
+        with self._lock:
+            of_names, names = self._ids.setdefault(path, ({}, {}))
+            if len(of_names) < _MAX_IDS:
+                of_names.setdefault(own, other)
+                names.setdefault(other, own)
+            pair = (own, other) if other in of_names else (names.get(own, own), own)
+        if pair[0] != pair[1]:
+            raise InvalidInputError(
+                f"{path}: the trace named {escape_unprintable(pair[0], 40)!r} has the id {escape_unprintable(pair[1], 40)!r}, "
+                f'which names another one; a line question_id takes it, with {{n}} instead of {{id}} in names, ignore = ["{path}"] if it is none'
+            )
 
     def _check_item(self, prefix: str, key: str, value: Value, bound: Bound, letter: str) -> bool:
         """Return whether a key numbers the items of a list; refuse a number that contradicts their order."""

@@ -21,7 +21,7 @@ from tracestore.ingest.layout.addresses import Address, AttributeStep, ItemsStep
 from tracestore.ingest.layout.patterns import INNER_NAMES, NUMBER_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place
 from tracestore.ingest.tree import Array, Group, Items, MappingGroup, Value
-from tracestore.store.vocabulary import is_named_as_verdict
+from tracestore.store.vocabulary import is_named_as_verdict, is_question_id
 
 _MAX_SHAPE = 256  # keys of a group whose claims are kept
 
@@ -178,14 +178,15 @@ class Walk:
                 self.on_unclaimed(node, key, group[key], bound)
 
     def _add_attributes(self, node: Node, value: Value, bound: Bound) -> None:
-        """Report attributes of the first value at a place of traces that may be labels and that no line names."""
+        """Report attributes at a place of traces that no line names: of the first value labels, and of each the id."""
         if id(node) in self._attributed or value is None or node.ignores:
             return
         self._attributed.add(id(node))
         if any(name != "file" and name[0] != "*" and name not in INNER_NAMES for name in bound):
             claimed = {step.name for step, _ in node.children if isinstance(step, AttributeStep)}
             for name in getattr(value, "attributes", {}).keys() - claimed:
-                if is_named_as_verdict(name):
+                if is_named_as_verdict(name) or (is_question_id(name) and "{id" in node.prefix):
+                    self._attributed -= {id(node)} if is_question_id(name) else set()
                     self.on_unclaimed(node, f"@{name}", value.attributes[name], bound)  # type: ignore[union-attr]
 
     def _beside(self, node: Node, children: Children, value: Value, bound: Bound, in_unit: bool) -> Cells:
@@ -392,9 +393,5 @@ def _match_key(step: KeyStep, key: Any) -> dict[str, Any] | None:
     members = key if isinstance(key, tuple) else (key,)
     if len(members) != len(step.parts) or isinstance(key, tuple) != (len(step.parts) > 1):
         return None
-    bound: dict[str, Any] = {}
-    for part, member in zip(step.parts, members, strict=True):
-        if (match := part.match(key_text(member))) is None:
-            return None
-        bound |= match.bound
-    return bound
+    found = [part.match(key_text(member)) for part, member in zip(step.parts, members, strict=True)]
+    return None if None in found else {name: value for match in found if match for name, value in match.bound.items()}

@@ -109,3 +109,28 @@ def test_attention_of_a_made_id(tmp_path):
 
     check(traces, [f"Frage {k}" for k in NUMBERS])
     assert all(trace.attention is not None for trace in traces.values())
+
+
+def test_ids_of_a_line_next_to_those_of_names(tmp_path):
+    """Labels join by one of both ids, and not where the ids of names are those of other traces."""
+    ids, layout = {"a": "b", "b": "c", "c": "a"}, {"hidden_states": "{id}.pkl : hs -> L S D"}
+    for k, name in enumerate(ids):
+        dump(tmp_path / f"in/{name}.pkl", {"hs": states(2, 4, 8, seed=k), "qid": ids[name]})
+    table(tmp_path / "in/t.json", [{"qid": name, "ok": int(name == "a")} for name in ids])
+    layout |= {"question_id": "{id}.pkl : qid", "is_correct": "t.json : [id=qid]/ok"}
+
+    refuse(tmp_path, layout, "found rows of a as in names and of b as question_id says")
+    layout |= {"hidden_states": "{n}.pkl : hs -> L S D", "question_id": "{n}.pkl : qid"}
+    assert {name: trace.score for (name, _), trace in convert(tmp_path, layout).items()} == {"a": 1, "b": 0, "c": 0}
+
+
+def test_a_table_of_the_ids_that_another_table_gives_to_names(tmp_path):
+    for k in range(3):
+        save(tmp_path / f"in/f{k}.npy", states(2, 4, 8, seed=k))
+    table(tmp_path / "in/m.json", [{"file": f"f{k}", "qid": f"q{(k + 1) % 3}"} for k in range(3)])
+    table(tmp_path / "in/t.json", [{"qid": f"q{k}", "ok": int(k == 1)} for k in range(3)])
+    layout = {"hidden_states": "{id}.npy -> L S D", "question_id": "m.json : [id=file]/qid"}
+
+    traces = convert(tmp_path, layout | {"is_correct": "t.json : [id=qid]/ok"})
+    assert {name: trace.score for (name, _), trace in traces.items()} == {"q0": 0, "q1": 1, "q2": 0}
+    np.testing.assert_allclose(traces["q1", 0].hidden_states, states(2, 4, 8, seed=0), rtol=2e-3, atol=1e-3)
