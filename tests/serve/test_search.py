@@ -200,3 +200,14 @@ def test_unreadable_texts_raise_instead_of_an_empty_result(served_store, tmp_pat
             with pytest.raises(CorruptStoreError, match=r"rows\.zip: .*decode"):
                 search.find(Query("red"))
         assert len(search.find(Query())) == COUNT
+
+
+@pytest.mark.parametrize(("rows", "found"), [("q4,0,0.4,1\nq6,0,0.2,0\n", [4]), ("q4,0,0.6,0\nq6,0,0.7,0\n", [])])
+def test_decisions_of_predict_count_as_in_its_file(tmp_path, rows, found):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(8):
+            writer.append(make_trace(k, tokens=3), label=0)
+    (tmp_path / "p.csv").write_text(f"question_id,sample,hallucination_score,predicted\n{rows}")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        search = TraceSearch(store, Results.read([tmp_path / "p.csv"], store))
+        assert search.find(Query(missed="hallucination_score")).tolist() == found

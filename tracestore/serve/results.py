@@ -20,7 +20,7 @@ from tracestore.store.read.store import TraceStore
 
 # Column of the logistic probe in predictions.csv. In results.json the probe is not among the models.
 PROBE = "logistic_probe"
-# Column of the decisions in a file of `tracestore predict`. Its threshold is the lowest score with a 1.
+# Column of the decisions in a file of `tracestore predict`. Its threshold is the lowest score with a 1, without one 1.
 _PREDICTED = "predicted"
 # File that a benchmark writes into its folder.
 _BENCHMARK = "benchmark.json"
@@ -150,7 +150,7 @@ class Results:
     def _read_predictions(self, rows: "csv.DictReader[str]", columns: Sequence[str], store: TraceStore) -> None:
         others = (*PREDICTION_COLUMNS, "group", _PREDICTED, STORE_COLUMN)
         names = [name for name in columns if name not in others]
-        lowest = math.inf
+        lowest = 1.0 if _PREDICTED in columns else math.inf
         sums = {name: np.zeros(len(store)) for name in names}
         counts = {name: np.zeros(len(store), int) for name in names}
         for index, row in self._rows_of(rows, store):
