@@ -146,7 +146,7 @@ CASES = [
     (convert_with_a_scores_file, [SCALE, "0 without a label or score"]),
     (convert_of_scores_inside, [SCALE]),
     (convert_of_another_score, ["4 without a label or score", "--score hallucination_score gives 4 of them one"]),
-    (convert_with_a_file_of_another_name, ["column bleurt is stored as score, the default score", "score --name"]),
+    (convert_with_a_file_of_another_name, ["4 without a label or score", "--score bleurt gives 4 of them one"]),
     (convert_with_a_file_instead_of_labels, ["3 without a label or score", "label: found inside 3 traces without a score in s.csv, not used"]),
     (convert_of_labels_beside_scores, ["0 without a label or score", "1 of 2 stored labels: hallucination"]),
     (convert_of_one_class, ["0 of 4 below 0.5", "all of one class, which --score-threshold and --score-direction decide"]),
@@ -250,3 +250,23 @@ def test_the_texts_fit_any_scores_and_labels(rows, direction):
     assert (note is None) == (gains == 0)
     if note is not None:
         assert note.startswith(f"{len(missing)} trace") and f"--score other gives {gains} of them one" in note
+
+
+@pytest.mark.parametrize("direction", ["correct", "hallucination"])
+def test_a_scores_file_keeps_its_name_next_to_the_default_of_another_command(tmp_path, direction):
+    found, store = source(tmp_path, "one"), tmp_path / "s.zarr"
+    table(found / "scores.csv", "score", [0, 1, 0, 1])
+    convert(found, store)
+    judged = table(tmp_path / "judged.csv", "judge", [0.1, 0.2, 0.3, 0.4])
+    arguments = ["--score-column", "judge", "--score-direction", direction, "--name", "m", "--default"]
+    command("score", store, "--scores", judged, *arguments, check=0)
+    write_pickle(found / "two.pkl", traces(4))
+    table(found / "scores.csv", "score", [1, 1, 0, 1, 0, 1, 0, 1])
+
+    text = convert(found, store).stdout
+
+    with tracestore.open(store) as opened:
+        assert opened.score_name == "m"
+        np.testing.assert_allclose(opened.named_scores("m"), [0.1, 0.2, 0.3, 0.4, *[np.nan] * 4], rtol=1e-6)
+        np.testing.assert_array_equal(opened.named_scores("score"), [1, 1, 0, 1, 0, 1, 0, 1])
+    assert "4 traces without a label or the score m: --score score gives 4 of them one" in text, text

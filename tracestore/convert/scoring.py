@@ -76,7 +76,7 @@ class Scoring:
         self._export: ExportFacts | None = None  # of the source, if its values are used
         self._num_labels, self.num_without_trace = 0, 0
         self._changes: list[str] = []  # of stored traces
-        self._name, self._was_labeled = "", False  # of the file's scores in the store; whether it had labels before
+        self._was_labeled = False  # whether the store had labels before
         self._without_row: dict[tuple[str, int], None] = {}  # keys of traces that the file lacks
         self._matched: set[tuple[str, int]] = set()  # keys of rows that traces have
         self._unscored: Counter[str] = Counter()  # by the key of values that may be labels, in traces without a score
@@ -92,17 +92,10 @@ class Scoring:
     def begin(self, writer: StoreWriter) -> None:
         """Define the score of the file in the store."""
         self._was_labeled = bool(writer.manifest.num_scored or writer.manifest.num_labeled)
-        judgments, default = self._described.judgments, writer.attributes.default_score
-        if judgments:
+        if self._described.judgments:
             self._described.define(writer)  # the first score of a store is its default
         if self.file is not None:
-            self._name = self.file.name if default in judgments else default or self.file.name
-            if self._name != self.file.name:
-                self._output.info(
-                    f"{self.file.path.name}: column {escape_unprintable(self.file.column, 60)} is stored as {self._name}, "
-                    "the default score of the store; tracestore score --name stores it under another name"
-                )
-            writer.define_score(self._name, self.file.score_field)
+            writer.define_score(self.file.name, self.file.score_field)
         self._described.define(writer)
 
     def begin_source(self, source: SourceFile) -> None:
@@ -133,7 +126,7 @@ class Scoring:
             record.label = None  # fill() replaces the stored one
         if math.isnan(row.score):
             self._count_unscored(packed)
-        return {**found, self._name: row.score}, row.group
+        return {**found, self.file.name: row.score}, row.group
 
     def fits(self, block: TraceBlock) -> bool:
         """Return whether add_block() can do values() for each trace of a block: not where a scores file has a row for each."""
@@ -190,7 +183,7 @@ class Scoring:
         if self.file is None:
             return
         # An earlier run may have committed traces, and refused the ids at its end.
-        unscored = self._sources_have(writer)[0] & np.isnan(writer.read_columns().score(self._name))
+        unscored = self._sources_have(writer)[0] & np.isnan(writer.read_columns().score(self.file.name))
         keys = keys_of(writer.index, np.flatnonzero(unscored))
         committed = dict.fromkeys(key for key in keys if self.file.row_of(*key) is None)
         if not (missing := committed | self._without_row):
@@ -210,7 +203,7 @@ class Scoring:
             return
         values, num_kept, used = ChangedValues(writer, self._on_conflict), 0, set[tuple[str, int]]()
         is_own, is_exported = self._sources_have(writer)
-        is_scored = ~np.isnan(values.columns.score(self._name))
+        is_scored = ~np.isnan(values.columns.score(self.file.name))
         # Inside of built-in layouts, only the label of the file is one.
         is_label_lost = is_own & ~np.isnan(values.columns.labels) & self._described.is_builtin
         for index, key in enumerate(keys_of(writer.index)):
@@ -223,13 +216,13 @@ class Scoring:
             used.add(self.file.key_of(*key))
             if not (is_exported[index] and is_scored[index]):  # the scores of exports count
                 label = label if math.isnan(row.label) else row.label
-                values.set(index, {self._name: row.score}, label, row.group if self.file.has_groups else None)
+                values.set(index, {self.file.name: row.score}, label, row.group if self.file.has_groups else None)
         self.num_without_trace = len(self.file.rows) - len(used)
         values.check_questions(self.file)
         values.commit()
         name = escape_unprintable(self.file.path.name, 60)
         self._changes = [f"{name}: {line}" for line in values.lines()]
-        self._changes += without_row_note(num_kept, name, self._name)
+        self._changes += without_row_note(num_kept, name, self.file.name)
 
     def _sources_have(self, writer: StoreWriter) -> tuple[np.ndarray, np.ndarray]:
         """Return for each committed trace whether a source of now has it, without and with values of an export."""
