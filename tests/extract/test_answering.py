@@ -118,7 +118,7 @@ def test_the_cache_is_that_of_the_model_and_the_tokens_are_not(lm, monkeypatch, 
     own = GenerationConfig(eos_token_id=lm.model.generation_config.eos_token_id, **settings)
     monkeypatch.setattr(lm.model, "generation_config", own)
     handle = lm.model.register_forward_pre_hook(
-        lambda *call: used.append(type(call[2].get("past_key_values")).__name__), with_kwargs=True
+        lambda *call: used.append(type(call[2].get("cache")).__name__), with_kwargs=True
     )
     try:
         assert [end.tokens for end in generate(lm, prompts, max_new_tokens=6)] == expected

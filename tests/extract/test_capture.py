@@ -141,15 +141,15 @@ def test_wrong_use_raises_usage_error():
     with torch.inference_mode(), capture(model) as states:
         with pytest.raises(UsageError, match="nothing was recorded"):
             states.trace()
-        past = model(ids, use_cache=True).past_key_values
+        past = model(ids, use_cache=True).cache
         states.clear()
         with pytest.raises(UsageError, match="begin with the whole prompt"):
-            model(ids[:, :1], past_key_values=past)
-        two = model(ids.repeat(2, 1), use_cache=True).past_key_values
+            model(ids[:, :1], cache=past)
+        two = model(ids.repeat(2, 1), use_cache=True).cache
         states.clear()
         model(ids)
         with pytest.raises(UsageError, match="the batch size changed"):
-            model(ids[:, :1].repeat(2, 1), past_key_values=two)
+            model(ids[:, :1].repeat(2, 1), cache=two)
         model(ids.repeat(2, 1))
         with pytest.raises(UsageError, match="2 rows"):
             states.trace()

@@ -375,5 +375,6 @@ def _inputs(
     tokens = args[0] if args else kwargs.get("input_ids")
     if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
         tokens = None
-    cache = getattr(output, "past_key_values", None)
+    # Transformers named it past_key_values until 5.23.
+    cache = getattr(output, "cache" if hasattr(output, "cache") else "past_key_values", None)
     return tokens, kwargs.get("attention_mask"), None if cache is None else int(cache.get_seq_length())

@@ -98,11 +98,28 @@ def test_dicts_and_lists_of_outputs(tmp_path, form):
     tool, make, options = FORMS[form]
     outputs = [dict(generated(make(), count=n, **options)) for n in (3, 4)]
     for output in outputs:
-        output.pop("past_key_values", None)
+        output.pop("cache", None)
 
     assert owner(tmp_path, outputs, "a.pkl") == tool
     assert owner(tmp_path, {"x": outputs[0]}, "b.pkl") == tool
     assert sorted(trace.num_tokens for trace in converted(tmp_path)) == [9, 9, 10]
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])  # until 5.23, and since
+@pytest.mark.parametrize("form", ["plain", "beams", "encoder", "dict"])
+def test_a_cache_is_left_out_of_a_dict(tmp_path, form, name):
+    ids = prompts(1)[0]
+    makers = {"encoder": encoded, "dict": lambda: dict(cached(ids)) | {"input_ids": ids}}
+    output = makers[form]() if form in makers else generated(**FORMS[form][2])
+    tool = owner(tmp_path, {k: v for k, v in output.items() if k != "cache"})
+    assert tool is not None and output["cache"] is not None
+
+    assert owner(tmp_path, {name if k == "cache" else k: v for k, v in output.items()}) == tool
+
+
+@pytest.mark.parametrize("model, tool", [("llama", "transformers_forward"), ("t5", "transformers_seq2seq_forward")])
+def test_a_cache_is_left_out_of_a_pass(tmp_path, model, tool):
+    assert owner(tmp_path, cached(prompts(1)[0], model)) == tool
 
 
 def test_layers_of_attention_that_were_not_kept(tmp_path):
@@ -171,12 +188,20 @@ def test_a_batch_of_one_prompt_and_four_tokens_in_float32_and_bfloat16(tmp_path)
 def test_a_dict_of_an_output_needs_what_shows_its_axes(tmp_path):
     ids = prompts(1, lengths=(4,))[0]
     output = dict(forward(ids)) | {"input_ids": ids}
-    output.pop("past_key_values", None)
 
     assert owner(tmp_path, output) == "transformers_dict"
     for key in ("attentions", "logits"):  # as many layers as tokens; steps of a layer
         rest = {name: value for name, value in output.items() if name != key}
         assert owner(tmp_path, rest) is None
+
+
+def cached(ids, model="llama"):
+    """Return the output of a forward pass with its cache."""
+    more = {"decoder_input_ids": ids} if model == "t5" else {}
+    with torch.no_grad():
+        output = tiny_model(model)(input_ids=ids, output_hidden_states=True, output_attentions=True, **more)
+    assert output["cache"] is not None
+    return output
 
 
 def encoded(new=4):
@@ -201,7 +226,7 @@ def test_models_with_an_encoder(tmp_path):
 
 @pytest.mark.parametrize("key", ["sequences", "decoder_hidden_states"])
 def test_outputs_of_models_with_an_encoder_lack_nothing(tmp_path, key):
-    assert owner(tmp_path, {k: v for k, v in encoded().items() if k not in (key, "past_key_values")}) is None
+    assert owner(tmp_path, {k: v for k, v in encoded().items() if k not in (key, "cache")}) is None
 
 
 def test_every_class_of_outputs_of_generate_is_known():

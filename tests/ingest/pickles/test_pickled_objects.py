@@ -97,9 +97,7 @@ def test_outputs_of_transformers_are_dicts(tmp_path, kind, protocol):
     cache = transformers.DynamicCache()
     cache.update(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), 0)
     fields = {name: tuple(layer[None] for layer in trace[name]) for name in ("hidden_states", "attentions")}
-    output = transformers.modeling_outputs.CausalLMOutputWithPast(
-        logits=torch.zeros(1, 4, 50), past_key_values=cache, **fields
-    )
+    output = transformers.modeling_outputs.CausalLMOutputWithPast(logits=torch.zeros(1, 4, 50), cache=cache, **fields)
     value = [{"question_id": "q", "output": output, "tokens": trace["tokens"]}]
     path = tmp_path / "a.pt"
     if kind == "pickle":
@@ -109,7 +107,7 @@ def test_outputs_of_transformers_are_dicts(tmp_path, kind, protocol):
     output = "a.pt : []/output"
     lines = [f"hidden_states = {output}/hidden_states -> L 1 S D", f"attentions = {output}/attentions -> L 1 H S S"]
     lines += ["question_id = a.pt : []/question_id", "tokens = a.pt : []/tokens -> S", f"ignore = {output}/logits"]
-    lines += [f"ignore = {output}/past_key_values"]
+    lines += [f"ignore = {output}/cache"]
     flags = [word for line in lines for word in ("--field", line)]
     convert(path, tmp_path / "s.zarr", "--dtype", "keep", *flags)
     stored = tracestore.open(tmp_path / "s.zarr")[0]
