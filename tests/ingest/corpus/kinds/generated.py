@@ -24,7 +24,7 @@ def generate_output_objects(folder):
 def generate_objects_in_pickle():
     """Write a list of dicts with the output object, question, answer and prompt length; cache left out."""
     for i, ids, output in runs():
-        output.past_key_values = None
+        output.cache = None
         row = {
             "question_id": f"q{i}",
             "question": f"Q {i}?",

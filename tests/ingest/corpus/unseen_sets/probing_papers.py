@@ -150,7 +150,7 @@ def bz2_sampled_outputs_by_question(folder):
         name = f"truthfulqa_{n}"
         outputs[name] = [generate(ids, new=5 + k, do_sample=True, temperature=0.5 + k) for k in range(2)]
         for k, output in enumerate(outputs[name]):
-            output.past_key_values = None
+            output.cache = None
             yield expect_generated(output, question_id=name, sample=k)
     dump(folder / "sampled_generations.pkl.bz2", outputs)
 

@@ -110,7 +110,7 @@ def pt_beam_search(folder):
     """Write GenerateBeamDecoderOnlyOutput per question: beam_indices name the row of each step of the best answer."""
     for i, ids in enumerate(prompts(4, lengths=(6, 9, 5, 8))):
         output = generate(ids, new=5, num_beams=4)
-        save_pt(folder / f"nq-{i}.pt", {k: v for k, v in output.items() if k != "past_key_values"})
+        save_pt(folder / f"nq-{i}.pt", {k: v for k, v in output.items() if k != "cache"})
         # The states of the best answer are those of one pass over its tokens.
         once = forward(output.sequences[:, :-1])
         hidden, heads = (np.stack([x[0].numpy() for x in y]) for y in (once.hidden_states, once.attentions))

@@ -254,7 +254,7 @@ def t5_generate_output(folder):
                 output_hidden_states=True,
                 output_attentions=True,
             )
-        output.past_key_values = None
+        output.cache = None
         save_pt(folder / f"q{i}.pt", output)
         steps = output.decoder_hidden_states
         hidden = np.stack([np.concatenate([step[k][0].numpy() for step in steps]) for k in range(len(steps[0]))])
