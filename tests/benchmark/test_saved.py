@@ -81,6 +81,17 @@ def test_store_of_other_heads_is_refused(name, store, tmp_path):
     command("predict", "--checkpoint", tmp_path / "d.pt", "--store", same, "--output", tmp_path / "o.csv", check=0)
 
 
+def test_traces_without_a_field_that_a_detector_reads_are_counted(store, tmp_path):
+    detector = make_detector("probe_mean").fit(store, np.arange(40), LABELS[:40])
+    save_checkpoint(tmp_path / "d.pt", content("probe_mean", detector, store, 1.0, 0.0, 0.0))
+    traces = [make_labeled(k) for k in range(4)]
+    del traces[2]["prompt_length"]
+    words = "--store", write_store(tmp_path / "s.zarr", traces), "--output", tmp_path / "o.csv"
+    out = command("predict", "--checkpoint", tmp_path / "d.pt", *words, check=0).stdout
+    assert "no score for 1 trace" in out and "without a field that probe_mean reads" in out
+    assert (tmp_path / "o.csv").read_text().splitlines()[3].endswith(",,")
+
+
 def damaged(saved):
     """Yield changes of a checkpoint, and a part of the message of its refusal."""
     yield {"detector_version": 99}, "another version"

@@ -323,3 +323,6 @@ def test_a_label_of_a_copy_that_replaces_that_of_a_score_is_counted(tmp_path):
     labeled = write_store(tmp_path / "b.zarr", traces, label=1)
     out = command("merge", scored, labeled, tmp_path / "m.zarr", check=0).stdout
     assert f"{scored}: 2 traces with another label in {tmp_path / 'm.zarr'}" in out and f"{labeled}:" not in out
+    out = command("merge", labeled, scored, check=0).stdout
+    assert f"{scored}: 2 traces with another label in {scored}" in out
+    assert "another label" not in command("merge", labeled, scored, check=0).stdout

@@ -54,7 +54,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
         )
     if report.num_without_score:
         output.info(
-            f"NaN or infinite values, and no score, in {plural(report.num_without_score, 'trace')}; see tracestore lint"
+            f"no score for {plural(report.num_without_score, 'trace')} with NaN or infinite values, which tracestore lint "
+            f"lists, or without a field that {report.model} reads"
         )
     output.info(
         f"{args.output}: {plural(report.num_traces, 'trace')}, {plural(report.num_predicted, 'predicted hallucination')} "

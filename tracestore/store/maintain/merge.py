@@ -32,8 +32,8 @@ class MergeReport:
     `lens` is "none" if no source has a lens, "copied" if the destination holds the lens of the sources, and
     "different" if nothing was copied because the lenses of the sources differ from each other or from that of the
     destination.
-    `labels_lost` and `labels_changed` count the traces of each source without a label, or with another one, in the
-    destination, because its default score is another than that of the source.
+    `labels_lost` and `labels_changed` count the traces of each source, and those that the destination had before, without
+    a label, or with another one, in the destination: its default score is another, or a label counts.
     """
 
     num_traces_new: int = 0
@@ -115,6 +115,7 @@ def merge_stores(
         for name, field in score_fields.items():
             if name not in writer.attributes.scores or writer.attributes.scores[name].direction != field.direction:
                 writer.define_score(name, field)
+        before = _targets(writer)
         known = list(writer.attributes.provenance)
         for store, indices in copies:
             stated = _provenances(store, indices)
@@ -138,7 +139,7 @@ def merge_stores(
         for store, indices in copies:
             _list_newest_sources(writer, store, indices)
             _fill_scores(writer, store, indices, report)
-        _compare_labels(writer, copies, report)
+        _compare_labels(writer, copies, {str(destination): before}, report)
         writer.replace_existing()
     return report
 
@@ -286,19 +287,33 @@ def _fill_scores(writer: StoreWriter, store: TraceStore, wanted: np.ndarray, rep
     writer.commit()
 
 
-def _compare_labels(writer: StoreWriter, copies: Sequence[tuple[TraceStore, np.ndarray]], report: MergeReport) -> None:
-    """Count the traces whose label is another in the destination: its default score is another, or a label counts."""
+def _targets(writer: StoreWriter) -> np.ndarray:
+    """Return the label (N,) of each committed trace, NaN for none."""
     columns, name = writer.read_columns(), writer.attributes.default_score
-    report.default_score, report.unlabeled = name, unlabeled_note(columns.scores, columns.labels, name)
     direction = writer.attributes.scores[name].direction if name is not None else CORRECT
+    return derive(columns.score(name), columns.labels, DEFAULT_THRESHOLD, direction)
+
+
+def _compare_labels(
+    writer: StoreWriter,
+    copies: Sequence[tuple[TraceStore, np.ndarray]],
+    labels: dict[str, np.ndarray],
+    report: MergeReport,
+) -> None:
+    """Count the traces whose label is another in the destination: its default score is another, or a label counts.
+
+    `labels` are those that the first traces of the destination had before, by its name.
+    """
+    columns, name, after = writer.read_columns(), writer.attributes.default_score, _targets(writer)
+    report.default_score, report.unlabeled = name, unlabeled_note(columns.scores, columns.labels, name)
+    places = {path: np.arange(len(before)) for path, before in labels.items()}
     has_labels = not np.isnan(columns.labels).all()
-    after = derive(columns.score(name), columns.labels, DEFAULT_THRESHOLD, direction)
     for store, indices in copies:
-        if store.score_name in (None, name) and not has_labels:
-            continue
-        before = store.targets(DEFAULT_THRESHOLD)[indices]
-        now = after[[writer.index.find(*key) for key in _keys(store, indices)]]
-        known = ~np.isnan(before)
+        if has_labels or store.score_name not in (None, name):
+            labels[str(store.path)] = store.targets(DEFAULT_THRESHOLD)[indices]
+            places[str(store.path)] = np.array([writer.index.find(*key) for key in _keys(store, indices)], np.int64)
+    for path, before in labels.items():
+        known, now = ~np.isnan(before), after[places[path]]
         lost, changed = int((known & np.isnan(now)).sum()), int((known & ~np.isnan(now) & (before != now)).sum())
-        report.labels_lost |= {str(store.path): lost} if lost else {}
-        report.labels_changed |= {str(store.path): changed} if changed else {}
+        report.labels_lost |= {path: lost} if lost else {}
+        report.labels_changed |= {path: changed} if changed else {}
