@@ -664,6 +664,32 @@ def test_rule_11_ids_in_attributes_tables_and_dicts(tmp_path, place):
     refuse(tmp_path, layout, "which names another one")
 
 
+@pytest.mark.parametrize("line", ["{id}.npy -> S D", "a.pkl : {id} -> S D", "a.pkl : [id=name]/hs -> S D"])
+def test_rule_11_ids_do_not_number_layers(tmp_path, line):
+    arrays = {f"q{k}_layer{layer}": states(4, 8, seed=10 * k + layer) for k in range(2) for layer in (0, 1)}
+    if line[0] == "{":
+        for name, array in arrays.items():
+            save(tmp_path / f"in/{name}.npy", array)
+    else:
+        rows = [{"name": name, "hs": array} for name, array in arrays.items()]
+        dump(tmp_path / "in/a.pkl", rows if "[" in line else arrays)
+
+    refuse(tmp_path, {"hidden_states": line}, "differ in the number of a layer")
+    if "[" not in line:
+        assert len(convert(tmp_path, {"hidden_states": line, "question_id": "={id}"}, overwrite=True)) == 4
+        line = line.replace("{id}", "{id}_layer{layer}")
+        assert {len(t.hidden_states) for t in convert(tmp_path, {"hidden_states": line}, overwrite=True).values()} == {
+            2
+        }
+
+
+def test_rule_11_ids_with_a_number_behind_the_word_layer(tmp_path):
+    """[the last layer of each question]"""
+    for k in range(3):
+        save(tmp_path / f"in/last_layer_{k}.npy", states(4, 8, seed=k))
+    assert len(convert(tmp_path, {"hidden_states": "{id}.npy -> S D"})) == 3
+
+
 def test_rule_11_attention_of_other_ids(tmp_path):
     arrays = {f"{name}_{k}": states(2, 4, 8, seed=k) for k, name in enumerate(["h_a", "h_b"])}
     (tmp_path / "in").mkdir()

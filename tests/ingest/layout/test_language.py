@@ -124,6 +124,39 @@ def test_a_key_of_the_opposite_direction_needs_the_meaning_of_its_numbers(tmp_pa
     assert [trace.score for trace in traces] == [1, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("{id}_layer{token}.npy -> L D", "layer"),
+        ("{id}/Layer_{sample}.npy -> S D", "layer"),
+        ("a.pkl : {id}/block{head} -> S D", "layer"),
+        ("a.pkl : {id}/tok_{layer} -> S D", "token"),
+        ("step-{layer}/{id}.npy -> S D", "step"),
+    ],
+)
+def test_a_word_in_front_of_a_name_of_another_axis_is_refused(line, name):
+    with pytest.raises(UsageError, match=rf"in front of .* which \{{{name}\}} binds; \* instead of"):
+        parse_layout({"hidden_states": line})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{id}_layer{layer}.npy -> S D",
+        "last_layer_{id}.npy -> S D",
+        "layer_{id}.npy -> S D",
+        "{id}/step{token}.npy -> L D",
+        "{id}/last_layer_{sample}.npy -> S D",
+        "block_{chunk}.npy -> N L S D",
+        "answer_{layer}.npy -> N S D",
+        "{id}/*_{layer}.npy -> S D",
+        "tokens/{layer}/{id}.npy -> S D",
+    ],
+)
+def test_a_word_in_front_of_a_name_that_may_mean_it(line):
+    assert parse_layout({"hidden_states": line}).addresses
+
+
 def test_lines_replace_the_entries_of_a_file(tmp_path):
     (tmp_path / "l.toml").write_text('hidden_states = "a.npy -> N S D"\nS.lengths = "n.npy -> N"\n')
 

@@ -145,7 +145,7 @@ class RunAccount:
         self._in_order: dict[tuple[str, str], tuple[int, tuple[int, str], tuple[int, str]]] = {}
         self.is_whole = True
         self._needs_tokens = is_stated and plan.layout.addresses.keys() & _OF_TOKENS == {"prompt_length"}
-        self._numbers = RowNumbers(is_stated=is_stated)
+        self.numbers = RowNumbers(is_stated=is_stated)
         self._first_numbers: dict[tuple[str, int], int] = {}
         # The states lie under the same items.
         self._prefixes = {p.position_prefix for p in plan.states if p.position_prefix is not None}
@@ -159,7 +159,7 @@ class RunAccount:
             texts.add(node.prefix, str(key), value, bound)
         is_of_states = node.prefix.removesuffix("[]/") in self._prefixes and AXIS_NAMES.keys().isdisjoint(bound)
         is_chunk = "chunk" in bound and any("chunk" in p.address.bound for p in self._plan.states)
-        self._numbers.check(node.prefix, str(key), value, bound, is_of_states=is_of_states, is_chunk=is_chunk)
+        self.numbers.check(node.prefix, str(key), value, bound, is_of_states=is_of_states, is_chunk=is_chunk)
         if self._holds_layer_numbers(f"{node.prefix}{key}", str(key), value):
             return
         if not node.has_records or not isinstance(value, str | int | float):

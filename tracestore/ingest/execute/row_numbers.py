@@ -21,6 +21,7 @@ _INNER = re.compile(r"\[(?:([KLSP])|[^\]]*\bsample ?= ?#[^\]]*)\]/$")
 # What a name with {id} means as a whole.
 _NAMED = re.compile(r"\{id[:}][^\[]*/$|\{id[:}][^\[]* : $")
 _MAX_IDS = 10_000  # of a path, that are compared
+_LAYER_OF_ID = re.compile(r"(.*[^a-z])(layers?[_-]?)\d+(.*)", re.IGNORECASE | re.DOTALL)
 _PLACES = SAYING["numbers of rows"]
 _NUMBERS = _PLACES | {"id", "num", "number", "no"}
 _ANSWERS = SAYING["generated"] | {"sample", "attempt", "trial", "rollout", "run", "draw"}
@@ -56,6 +57,8 @@ class RowNumbers:
         self._rows: dict[tuple[Any, ...], int] = {}
         self._items: dict[tuple[Any, ...], tuple[Bound, int, int]] = {}  # what is bound, the place and the number
         self._first: dict[tuple[str, str], int] = {}  # the number of the first answer
+        self._layers: dict[tuple[str, str], str] = {}  # the first id by what is around the number of a layer
+        self._of_layers: set[tuple[str, str]] = set()  # those with several numbers
         self._ids: dict[str, tuple[dict[str, str], dict[str, str]]] = {}  # by path: the ids of names, and the reverse
 
     def check(self, prefix: str, key: str, value: Value, bound: Bound, *, is_of_states: bool, is_chunk: bool) -> None:
@@ -67,6 +70,23 @@ class RowNumbers:
             return
         if _IN_ORDER.search(prefix) and not is_of_states:
             self._check_row(f"{prefix}{key}", key, value, bound, is_chunk=is_chunk)
+
+    def check_layer(self, question_id: str) -> None:
+        """Rule 11: ids of traces of one layer do not number the layers of several questions [`q0_layer0.npy`]."""
+        if (match := _LAYER_OF_ID.fullmatch(question_id)) is None:
+            return
+        question = match[1], match[3]
+        with self._lock:
+            if question_id != self._layers.setdefault(question, question_id):
+                self._of_layers.add(question)
+            is_wrong = len(self._of_layers) > 1
+        if is_wrong:
+            raise InvalidInputError(
+                f"the ids {escape_unprintable(self._layers[question], 60)!r} and {escape_unprintable(question_id, 60)!r} "
+                f"differ in the number of a layer, as others do: {match[2]}{{layer}} behind {{id}} binds it; "
+                'question_id = "={id}" if it is a part of the id',
+                field="question_id",
+            )
 
     def _check_id(self, path: str, own: str, other: str) -> None:
         """Rule 11: a trace that is named by a file or key does not hold the id of another one."""

@@ -1,5 +1,6 @@
 """Layouts: the fields of a folder of dumps, parsed from TOML and from lines, and written as TOML."""
 
+import itertools
 import json
 import math
 import re
@@ -10,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tracestore.errors import UsageError, escape_unprintable, nearest
-from tracestore.ingest.layout.addresses import Address, parse_address
+from tracestore.ingest.layout.addresses import Address, KeyStep, parse_address
 from tracestore.ingest.layout.fields import (
     DTYPES,
     FIELDS,
@@ -24,8 +25,10 @@ from tracestore.ingest.layout.fields import (
     rule_of,
     score_of,
 )
-from tracestore.ingest.layout.patterns import INNER_NAMES, Pattern, is_name
-from tracestore.store.vocabulary import CORRECT, HALLUCINATION, JUDGMENTS, SCORES, WORDS
+from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, NUMBER_NAMES, Pattern, is_name
+from tracestore.store.format.labels import CORRECT, HALLUCINATION
+from tracestore.store.vocabulary import COUNTED as COUNTED_WORDS
+from tracestore.store.vocabulary import JUDGMENTS, SCORES, WORDS
 
 _MAX_BYTES = 1 << 20
 _MAX_AXES = 4  # of states
@@ -38,6 +41,9 @@ _TEMPLATES = ("id", "sample")
 COUNTED = "#"
 # Entries that state what the numbers of a label mean.
 _NUMBER_WORDS = ("words.0", "words.1")
+# A word behind a name, a folder or the beginning.
+_WORD_BEFORE = re.compile(r"(?:^|/)[\W_]*([A-Za-z]+)[_\-. =]*$")
+_AXIS_WORDS = {word: name for word, name in COUNTED_WORDS.items() if name in AXIS_NAMES and len(word) > 1}
 _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 
 
@@ -187,6 +193,8 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
             else:
                 _check_name(name, FIELDS)
                 addresses[name] = _addresses(value, _most_addresses(name))
+                for address in addresses[name]:
+                    _check_words(address)
         except UsageError as error:
             raise UsageError(f"{where}: {name}: {error}") from None
     _add_records(addresses, lists.get("records", ()))
@@ -218,6 +226,25 @@ def _check_scores(layout: Layout, where: str) -> None:
                 f"{where}: {name}: 1 means the opposite under {key}; name the line {JUDGMENTS[means == HALLUCINATION]}, "
                 f"or state both numbers: {' and '.join(_NUMBER_WORDS)}"
             )
+
+
+def _check_words(address: Address) -> None:
+    """Raise UsageError for a word in front of a name that names another axis: `layer_{token}`."""
+    for pattern in (address.files, *(p for step in address.path if isinstance(step, KeyStep) for p in step.parts)):
+        for before, part in itertools.pairwise(pattern.parts):
+            match = _WORD_BEFORE.search(before.text) if before.kind == "literal" and part.kind == "name" else None
+            word = "" if match is None else match[1]
+            meant = _AXIS_WORDS.get(word.lower())
+            if (
+                meant
+                and meant != part.text
+                and {"layer"} & {meant, part.text}
+                and part.text in NUMBER_NAMES - {"chunk"}
+            ):
+                raise UsageError(
+                    f"{address}: {word} in front of {{{part.text}}} reads as the number of a {meant}, which {{{meant}}} "
+                    f"binds; * instead of {word} if it is none"
+                )
 
 
 def _last_name(addresses: tuple[Address, ...]) -> str:
