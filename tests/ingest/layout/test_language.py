@@ -167,6 +167,12 @@ def test_lines_replace_the_entries_of_a_file(tmp_path):
     assert [str(a) for a in layout.ignore] == ["x.npy"]
 
 
+def test_a_file_of_comments_alone_says_so(tmp_path):
+    (tmp_path / "l.toml").write_text("# 1. N 3\n# hidden_states = 'a.npy -> N S D'\n")
+    with pytest.raises(UsageError, match="all lines are comments"):
+        read_layout(tmp_path / "l.toml", [])
+
+
 @pytest.mark.parametrize("line", ["", "x", "= a", "tokens =", "tokens"])
 def test_a_line_without_field_or_address_is_refused(line):
     with pytest.raises(UsageError, match="--field"):

@@ -125,6 +125,8 @@ def read_layout(path: Path | None, lines: Iterable[str] = ()) -> Layout:
             raise UsageError(f"--layout {path}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
             raise UsageError(f"--layout {path.name}: {escape_unprintable(str(error), 200)}") from None
+        if not entries and not lines:
+            raise UsageError(f"--layout {path.name}: all lines are comments; remove the # of the lines that are right")
     where = "--field" if path is None else f"--layout {path.name}"
     return parse_layout(_flat(entries) | fields_of_lines(lines), where)
 
