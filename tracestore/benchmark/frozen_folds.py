@@ -117,7 +117,9 @@ def frozen_folds(path: Path, store: TraceStore, targets: np.ndarray, num_folds: 
         make_frozen_folds(store, targets, num_folds, seed).write(path)
     folds = read_folds(path)
     if folds.labels != label_digest(store, targets):
-        raise UsageError(f"{path}: the folds of other questions, groups or labels than those of {store.path}")
+        raise UsageError(
+            f"{path}: the folds of other questions, groups or labels than those of {store.path}; use another --output"
+        )
     if (folds.num_folds, folds.seed) != (num_folds, seed):
         raise UsageError(
             f"{path}: {folds.num_folds} folds with seed {folds.seed}, not {num_folds} with {seed}; pass --folds "

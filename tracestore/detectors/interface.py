@@ -37,7 +37,7 @@ _LACKS: dict[str, tuple[Callable[[TraceStore, list[Trace]], bool], str]] = {
     ),
     "group": (
         lambda store, _: not any(store.group(k) for k in range(len(store))),
-        "no trace has a group; add them: tracestore score STORE --scores CSV",
+        "no trace has a group; add them: tracestore score STORE --scores CSV --group-column COLUMN",
     ),
     **{
         name: (_lacks_optional(name), f"its first traces lack {name}, which tracestore extract records")

@@ -176,7 +176,8 @@ def claim_files(
             unowned.append(name)
     if unowned:
         lines = json.dumps(unowned[:_MAX_NAMES], ensure_ascii=False)
-        way = "unpack it" if unowned[0].lower().endswith(_ARCHIVES) else f"add a line, or ignore = {lines}"
+        way = f"add a line, {'pass --scores, ' * unowned[0].endswith(('.csv', '.tsv'))}or ignore = {lines}"
+        way = "unpack it" if unowned[0].lower().endswith(_ARCHIVES) else way
         raise InvalidInputError(f"no line of the layout names {some_of(unowned)}; {way}")
     if is_stated:
         _check_ignored(plan, claimed)
