@@ -118,8 +118,7 @@ class EpochPlanner:
     indices : ndarray of int64, optional
         Restrict the epoch to these traces.
     tokens : TokenTable, optional
-        The tokens of view "tokens", which the epoch is over instead of traces. Excludes `indices`
-        and `batch_by`.
+        The chosen tokens of view "tokens", which the epoch is over instead of `indices`. Excludes `batch_by`.
     buffer_size : int
         Ids of the window of shuffle "buffer".
     block_bytes : int
@@ -172,8 +171,10 @@ class EpochPlanner:
             self.max_batch_cost = order.whole_number("max_batch_cost", self.max_batch_cost, 1)
         if self.pad_last and (self.drop_last or self.batch_by is not None):
             raise UsageError("pad_last excludes drop_last and batch_by")
-        if self.tokens is not None and by is not None:
-            raise UsageError("batch_by composes batches of traces; view 'tokens' takes batch_size")
+        if self.tokens is not None:
+            self.indices = None
+            if by is not None:
+                raise UsageError("batch_by composes batches of traces; view 'tokens' takes batch_size")
         self.block_size = 1
         if self.shuffle == "block":
             self.block_size = max(1, self.block_bytes // mean_trace_bytes(self.store, self.batch_format))

@@ -230,7 +230,7 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
             max_batch_cost=max_batch_cost,
             shuffle=shuffle_name(shuffle),
             seed=seed,
-            indices=chosen if tokens is None else None,
+            indices=chosen,
             tokens=tokens,
             buffer_size=buffer_size,
             block_bytes=block_bytes,

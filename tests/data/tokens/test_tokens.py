@@ -251,6 +251,24 @@ def test_an_iterable_dataset_yields_each_token_once(tmp_path, codec, num_workers
         np.testing.assert_array_equal(row.numpy(), dataset.items.store[trace].hidden_states[1, position])
 
 
+@pytest.mark.parametrize("shuffle", ["none", "buffer", "block", "global"])
+@pytest.mark.parametrize("positions", ["all", "last"])
+@pytest.mark.parametrize("chosen", [slice(5, None), [22, 3, 3, 9]])
+def test_an_iterable_dataset_yields_each_token_of_a_subset(store, shuffle, positions, chosen):
+    subset = store[chosen]
+    dataset = tracestore.TraceIterableDataset(
+        subset, "tokens", layers=1, positions=positions, shuffle=shuffle, batch_size=8
+    )
+    found = [(k, p, row) for b in dataset for k, p, row in zip(b.trace_index, b.position, b.hidden_states, strict=True)]
+    wanted = [(k, p) for k in subset.indices.tolist() for p in range(store.num_tokens[k])]
+    wanted = [(k, p) for k, p in wanted if positions == "all" or p == store.num_tokens[k] - 1]
+    assert sorted((int(k), int(p)) for k, p, _ in found) == sorted(wanted)
+    for trace, position, row in found:
+        np.testing.assert_array_equal(row.numpy(), store[int(trace)].hidden_states[1, int(position)])
+    items = tracestore.TraceIterableDataset(subset, "tokens", layers=1, positions=positions, shuffle=shuffle)
+    assert sorted((k, p) for _, k, p in items) == sorted(wanted)
+
+
 def test_a_dataset_has_an_item_for_each_token(store):
     dataset = tracestore.TraceDataset(store, "tokens", layers=[0, 2], positions="last")
     state, trace, position = dataset[-1]
