@@ -49,7 +49,7 @@ def test_candidates_are_written_as_comments(tmp_path):
 
     assert all(line.startswith("#") for line in (tmp_path / "l.toml").read_text().splitlines())
     done = command("convert", tmp_path / "in", tmp_path / "s.zarr", "--layout", tmp_path / "l.toml", check=2)
-    assert "states no hidden_states or last_token" in done.stderr
+    assert "all lines are comments" in done.stderr
 
 
 def test_json_holds_tree_and_candidates(tmp_path):
@@ -100,6 +100,16 @@ def test_files_of_built_in_layouts_are_named_and_not_proposed(tmp_path):
 
     assert done.stdout.splitlines()[-1] == line
     assert (tmp_path / "l.toml").read_text() == f"# {line}\n"
+
+
+def test_a_table_next_to_files_of_a_built_in_layout_is_named(tmp_path):
+    dump(tmp_path / "in/a.pkl", make_traces(3))
+    (tmp_path / "in/labels.csv").write_text("question_id,is_correct\nq0,1\nq1,0\nq2,1\n")
+
+    done = command("inspect", tmp_path / "in", check=0)
+
+    line = "a.pkl: built-in layout traces, read without a flag; labels.csv may need --scores, a layout, or ignore"
+    assert line in done.stdout.splitlines()
 
 
 def test_what_was_found_is_written_where_no_layout_fits(tmp_path):

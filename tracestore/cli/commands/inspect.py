@@ -9,7 +9,7 @@ from typing import Any
 
 from tracestore.cli.flags import add_overwrite
 from tracestore.console import Output, Parser
-from tracestore.errors import escape_unprintable
+from tracestore.errors import escape_unprintable, some_of
 from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import builtins
 from tracestore.ingest.execute.claims import is_other, list_files
@@ -34,15 +34,17 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if args.output is not None:
         check_output_file(args.output, (".toml",), overwrite=args.overwrite, inputs=[*args.src, *files.values()])
     claims = claim(files, builtins())
+    others = [name for name in claims.rest if not is_named_scores(PurePath(name))]
+    rest = f"; {some_of(others)} may need --scores, a layout, or ignore" * bool(others)
     text = [
         f"{escape_unprintable(next(iter(own)), 60)}{f' and {len(own) - 1:,} more' if len(own) > 1 else ''}: "
-        f"built-in layout {builtin.name}, read without a flag"
+        f"built-in layout {builtin.name}, read without a flag{rest}"
         for builtin, own in claims.owned.items()
     ]
     first = {why: name for name, why in reversed(claims.near.items())}
     text += [escape_unprintable(f"{name}: {why}") for why, name in first.items()]
     found: dict[str, Any] = {"builtin": {b.name: list(own) for b, own in claims.owned.items()}, "near": claims.near}
-    if claims.owned and all(is_named_scores(PurePath(name)) for name in claims.rest):
+    if claims.owned and not others:
         found |= {"tree": Proposal(observe(files)).tree(), "layout": None, "candidates": []}
         toml = "".join(f"# {line}\n" for line in text)
     else:
