@@ -674,7 +674,7 @@ def test_rule_11_ids_do_not_number_layers(tmp_path, line):
         rows = [{"name": name, "hs": array} for name, array in arrays.items()]
         dump(tmp_path / "in/a.pkl", rows if "[" in line else arrays)
 
-    refuse(tmp_path, {"hidden_states": line}, "differ in the number of a layer")
+    refuse(tmp_path, {"hidden_states": line}, "differ in what names a part of a trace")
     if "[" not in line:
         assert len(convert(tmp_path, {"hidden_states": line, "question_id": "={id}"}, overwrite=True)) == 4
         line = line.replace("{id}", "{id}_layer{layer}")
@@ -688,6 +688,30 @@ def test_rule_11_ids_with_a_number_behind_the_word_layer(tmp_path):
     for k in range(3):
         save(tmp_path / f"in/last_layer_{k}.npy", states(4, 8, seed=k))
     assert len(convert(tmp_path, {"hidden_states": "{id}.npy -> S D"})) == 3
+
+
+@pytest.mark.parametrize("files", ["*/{id}.npy", "**/{id}.npy"])
+def test_rule_08a_a_folder_that_names_a_class_is_not_left_out(tmp_path, files):
+    for k, verdict in enumerate(("correct", "Hallucinated", "correct")):
+        save(tmp_path / f"in/{verdict}/q{k}.npy", states(2, 4, 8, seed=k))
+
+    refuse(tmp_path, {"hidden_states": f"{files} -> L S D"}, "in the name may be the label")
+    layout = {"hidden_states": "{verdict}/{id}.npy -> L S D"}
+    assert len(convert(tmp_path, layout)) == 3
+    traces = convert(tmp_path, layout | {"is_correct": "={verdict}"}, overwrite=True)
+    assert [traces[f"q{k}", 0].score for k in range(3)] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("parts", [("prompt", "answer"), ("question", "response")])
+def test_rule_11_ids_do_not_name_prompt_and_answer(tmp_path, parts):
+    for k, name in enumerate(f"q{k}_{part}" for k in range(2) for part in parts):
+        save(tmp_path / f"in/{name}.npy", states(2, 4 + k, 8, seed=k))
+
+    refuse(tmp_path, {"hidden_states": "{id}.npy -> L S D"}, "two addresses are prompt and answer")
+    lines = [f"{{id}}_{part}.npy -> L S D" for part in parts]
+    assert set(convert(tmp_path, {"hidden_states": lines}, overwrite=True)) == {("q0", 0), ("q1", 0)}
+    layout = {"hidden_states": "{id}.npy -> L S D", "question_id": "={id}"}
+    assert len(convert(tmp_path, layout, overwrite=True)) == 4
 
 
 def test_rule_11_attention_of_other_ids(tmp_path):

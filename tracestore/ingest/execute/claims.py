@@ -14,6 +14,7 @@ from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
 from tracestore.ingest.layout.places import Place, Plan, wild_prefixes
 from tracestore.store.io.provenance_file import PROVENANCE_FILE
+from tracestore.store.vocabulary import score_of_word
 
 _DIGITS = re.compile(r"(\d+)")
 _SUFFIX = re.compile(r"\.[a-z]\w*$", re.IGNORECASE)
@@ -181,12 +182,26 @@ def claim_files(
         raise InvalidInputError(f"no line of the layout names {some_of(unowned)}; {way}")
     if is_stated:
         _check_ignored(plan, claimed)
+        for text in dict.fromkeys(place.address.files.text for place in plan.states):
+            _check_wild(text, claimed[text])
     for place in plan.places:
         if not (claimed[place.address.files.text] or place.is_optional):
             reason = _taken(place.address.files, claimed) or f"there are {some_of(list(files))}"
             found = f"no file matches {place.address.files.text}; {reason}; without such a file, remove its lines"
             raise InvalidInputError(found, field=place.name)
     return claimed
+
+
+def _check_wild(text: str, files: Iterable[FoundFile]) -> None:
+    """Rule 8a: a folder or a part of a name that says the class of an answer is not left out by a wildcard."""
+    for file in files:
+        parts = (part for name, value in file.bound.items() if name[0] == "*" for part in str(value).split("/"))
+        if (word := next((part for part in parts if score_of_word(part, None) is not None), None)) is not None:
+            raise InvalidInputError(
+                f"{word} in the name may be the label, and * of {text} leaves it out: {{verdict}} binds it, for "
+                'is_correct = "={verdict}"; without that line it is left out',
+                source=file.name,
+            )
 
 
 def _check_ignored(plan: Plan, claimed: Claimed) -> None:

@@ -189,8 +189,8 @@ class Execution:
             if is_first:
                 self.account.shown.add_first(self._numbers[group.name], record, account.answers)
             self.account.shown.add(record)
-            if record.num_layers == 1 and "question_id" not in self.layout.templates:
-                self.account.numbers.check_layer(record.question_id)
+            if "question_id" not in self.layout.templates:
+                self.account.numbers.check_parts(record.question_id, is_layer=record.num_layers == 1)
             is_first = False
             yield record
             del record

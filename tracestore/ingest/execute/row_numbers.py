@@ -20,8 +20,9 @@ _IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
 _INNER = re.compile(r"\[(?:([KLSP])|[^\]]*\bsample ?= ?#[^\]]*)\]/$")
 # What a name with {id} means as a whole.
 _NAMED = re.compile(r"\{id[:}][^\[]*/$|\{id[:}][^\[]* : $")
-_MAX_IDS = 10_000  # of a path, that are compared
-_LAYER_OF_ID = re.compile(r"(.*[^a-z])(layers?[_-]?)\d+(.*)", re.IGNORECASE | re.DOTALL)
+_MAX_IDS = 10_000  # that are compared with each other
+# What tells parts of one trace apart in an id: the number of a layer, and what is in front of the answer.
+_PART_OF_ID = re.compile(r"(.*[^a-z])(?:(layers?[_-]?)\d+|(prompt|question|answer|response))([^a-z].*)?", re.I | re.S)
 _PLACES = SAYING["numbers of rows"]
 _NUMBERS = _PLACES | {"id", "num", "number", "no"}
 _ANSWERS = SAYING["generated"] | {"sample", "attempt", "trial", "rollout", "run", "draw"}
@@ -57,8 +58,8 @@ class RowNumbers:
         self._rows: dict[tuple[Any, ...], int] = {}
         self._items: dict[tuple[Any, ...], tuple[Bound, int, int]] = {}  # what is bound, the place and the number
         self._first: dict[tuple[str, str], int] = {}  # the number of the first answer
-        self._layers: dict[tuple[str, str], str] = {}  # the first id by what is around the number of a layer
-        self._of_layers: set[tuple[str, str]] = set()  # those with several numbers
+        self._parts: dict[tuple[str, str | None], str] = {}  # the first id by what is around the name of a part
+        self._of_parts: set[tuple[str, str | None]] = set()  # those with several parts
         self._ids: dict[str, tuple[dict[str, str], dict[str, str]]] = {}  # by path: the ids of names, and the reverse
 
     def check(self, prefix: str, key: str, value: Value, bound: Bound, *, is_of_states: bool, is_chunk: bool) -> None:
@@ -71,20 +72,26 @@ class RowNumbers:
         if _IN_ORDER.search(prefix) and not is_of_states:
             self._check_row(f"{prefix}{key}", key, value, bound, is_chunk=is_chunk)
 
-    def check_layer(self, question_id: str) -> None:
-        """Rule 11: ids of traces of one layer do not number the layers of several questions [`q0_layer0.npy`]."""
-        if (match := _LAYER_OF_ID.fullmatch(question_id)) is None:
+    def check_parts(self, question_id: str, *, is_layer: bool) -> None:
+        """Rule 11: ids do not tell the parts of several traces apart [`q0_layer0.npy`, of one layer; `q0_prompt.npy`]."""
+        if (match := _PART_OF_ID.fullmatch(question_id)) is None or (match[2] and not is_layer):
             return
-        question = match[1], match[3]
+        rest = match[1], match[4]
         with self._lock:
-            if question_id != self._layers.setdefault(question, question_id):
-                self._of_layers.add(question)
-            is_wrong = len(self._of_layers) > 1
+            if len(self._parts) < _MAX_IDS:
+                self._parts.setdefault(rest, question_id)
+            if question_id != self._parts.get(rest, question_id):
+                self._of_parts.add(rest)
+            is_wrong = len(self._of_parts) > 1
         if is_wrong:
+            way = (
+                f"{match[2]}{{layer}} behind {{id}} binds the layer"
+                if match[2]
+                else "two addresses are prompt and answer"
+            )
             raise InvalidInputError(
-                f"the ids {escape_unprintable(self._layers[question], 60)!r} and {escape_unprintable(question_id, 60)!r} "
-                f"differ in the number of a layer, as others do: {match[2]}{{layer}} behind {{id}} binds it; "
-                'question_id = "={id}" if it is a part of the id',
+                f"the ids {escape_unprintable(self._parts[rest], 60)!r} and {escape_unprintable(question_id, 60)!r} differ "
+                f'in what names a part of a trace, as others do: {way}; question_id = "={{id}}" if each is a trace',
                 field="question_id",
             )
 
@@ -111,10 +118,11 @@ class RowNumbers:
             return False
         number, place = int(text), bound["sample" if letter == "#" else letter]
         others = {n: v for n, v in bound.items() if n not in ("sample", letter)}
-        group = tuple(others.items()) if letter == "#" else ()  # rows of several questions may lie between each other
+        # Rows of several questions may lie between each other, items of several lists only in files of other threads.
+        group = tuple(others.items()) if letter == "#" else threading.get_ident()
         with self._lock:
-            before = self._items.get((prefix, key, bound.get("file"), group), (None, 0, 0))
-            self._items[prefix, key, bound.get("file"), group] = others, place, number
+            before = self._items.get((prefix, key, group), (None, 0, 0))
+            self._items[prefix, key, group] = others, place, number
             step = number - before[2]
             if before[0] != others or step == 0:  # a number of all items
                 return True
