@@ -364,3 +364,13 @@ def test_commands_tell_an_unknown_id_from_other_errors(capsys, error, text, code
 
     assert run_command("tracestore view", command) == code
     assert capsys.readouterr().err == f"tracestore view: {text}\n"
+
+
+def test_a_subset_of_several_stores_finds_each_trace_of_a_key(tmp_path):
+    paths = [write_store(tmp_path / f"{k}.zarr", make_traces(3)) for k in range(2)]
+    with tracestore.open(paths) as both:
+        assert both[3:].index_of("q1") == 1 and both[3:]["q1"].index == 4
+        assert both[[4, 2, 1]].index_of("q1") == 0
+        for subset, absent in ((both[2:4], ("q1",)), (both, ("q1", 1)), (both[3:], ("q9",))):
+            with pytest.raises(UnknownTraceError):
+                subset.index_of(*absent)

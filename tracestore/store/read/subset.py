@@ -470,7 +470,12 @@ class TraceSubset(TraceCollection):
 
     def index_of(self, question_id: str, sample: int = 0) -> int:
         """Return the first position of a question's trace in the subset; see `TraceStore.index_of`."""
-        positions = np.flatnonzero(self._indices == self.store.index_of(question_id, sample))
+        if len(self.internals.members) > 1:  # whose traces may have one key
+            samples = self.internals.index.read_column("sample")[self._indices].tolist()
+            found = [key == (question_id, sample) for key in zip(self.question_ids, samples, strict=True)]
+            positions = np.flatnonzero(found)
+        else:
+            positions = np.flatnonzero(self._indices == self.store.index_of(question_id, sample))
         if len(positions) == 0:
             raise UnknownTraceError(question_id, *([sample] if sample else []))
         return int(positions[0])
