@@ -702,6 +702,32 @@ def test_rule_08a_a_folder_that_names_a_class_is_not_left_out(tmp_path, files):
     assert [traces[f"q{k}", 0].score for k in range(3)] == [1, 0, 1]
 
 
+@pytest.mark.parametrize("name", ["{}.npy", "/data/run/{}.npy"])
+def test_rule_13b_a_row_by_id_does_not_name_the_file_of_another_trace(tmp_path, name):
+    """[files numbered in a loop, and a table with their names and other numbers]"""
+    for k in range(3):
+        save(tmp_path / f"in/{k}.npy", states(2, 4, 8, seed=k))
+    rows = [{"path": name.format(k), "qid": (k + 1) % 3, "ok": int(k == 0)} for k in range(3)]
+    table(tmp_path / "in/t.csv", rows)
+    layout = {"hidden_states": "{id}.npy -> L S D"}
+
+    refuse(
+        tmp_path, layout | {"is_correct": "t.csv : [id=qid]/ok"}, r"names the file .* of another trace; \[file=path\]"
+    )
+    for more in (
+        {"is_correct": "t.csv : [file=path]/ok"},
+        {
+            "is_correct": "t.csv : [file=path]/ok",
+            "hidden_states": "*.npy -> L S D",
+            "question_id": "t.csv : [file=path]/qid",
+        },
+    ):
+        traces = convert(tmp_path, layout | more, overwrite=True)
+        assert sum(trace.score for trace in traces.values()) == traces[str(int("question_id" in more)), 0].score == 1
+    table(tmp_path / "in/t.csv", [row | {"qid": k} for k, row in enumerate(rows)])
+    convert(tmp_path, layout | {"is_correct": "t.csv : [id=qid]/ok"}, overwrite=True)
+
+
 @pytest.mark.parametrize("parts", [("prompt", "answer"), ("question", "response")])
 def test_rule_11_ids_do_not_name_prompt_and_answer(tmp_path, parts):
     for k, name in enumerate(f"q{k}_{part}" for k in range(2) for part in parts):

@@ -147,6 +147,10 @@ class RunAccount:
         self._needs_tokens = is_stated and plan.layout.addresses.keys() & _OF_TOKENS == {"prompt_length"}
         self.numbers = RowNumbers(is_stated=is_stated)
         self._first_numbers: dict[tuple[str, int], int] = {}
+        # The names of files that are the ids of the traces.
+        files = {place.address.files.text: place.address.files for place in plan.states}
+        is_made = "question_id" in {*plan.layout.addresses, *plan.layout.templates}
+        self._named = [] if is_made else [pattern for pattern in files.values() if "id" in pattern.names]
         # The states lie under the same items.
         self._prefixes = {p.position_prefix for p in plan.states if p.position_prefix is not None}
         self.left_out: set[str] = set()
@@ -160,12 +164,25 @@ class RunAccount:
         is_of_states = node.prefix.removesuffix("[]/") in self._prefixes and AXIS_NAMES.keys().isdisjoint(bound)
         is_chunk = "chunk" in bound and any("chunk" in p.address.bound for p in self._plan.states)
         self.numbers.check(node.prefix, str(key), value, bound, is_of_states=is_of_states, is_chunk=is_chunk)
+        if "id" in bound and isinstance(value, str) and node.prefix.endswith("]/"):
+            self._check_file_name(f"{node.prefix}{key}", str(key), value, bound)
         if self._holds_layer_numbers(f"{node.prefix}{key}", str(key), value):
             return
         if not node.has_records or not isinstance(value, str | int | float):
             self.left_out.add(f"{node.prefix}{key}")
         of_tokens = self._needs_tokens and isinstance(value, Items) and not value.is_stream and value.length != 1
         check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records, may_be_of_tokens=of_tokens)
+
+    def _check_file_name(self, path: str, key: str, value: str, bound: Bound) -> None:
+        """Rule 13b: a row that joins by id names no file of another trace."""
+        for pattern in self._named:
+            name = "/".join(value.split("/")[-1 - pattern.text.count("/") :])
+            if (match := pattern.match(name)) is not None and str(match.bound["id"]) != str(bound["id"]):
+                raise InvalidInputError(
+                    f"{path}: the row of {escape_unprintable(str(bound['id']), 40)!r} names the file "
+                    f"{escape_unprintable(value, 60)!r} of another trace; [file={key}] joins by it, "
+                    f'ignore = ["{path}"] if it is none'
+                )
 
     def _holds_layer_numbers(self, path: str, key: str, value: Value) -> bool:
         """Return whether a value is the list that the layout states as `L.ids`; refuse another one."""
