@@ -1020,6 +1020,17 @@ def test_rule_13_items_in_order_have_no_number_of_another_order(tmp_path, steps,
     convert(tmp_path, layout, overwrite=True)
 
 
+@pytest.mark.parametrize(("step", "axes"), [("S=at", "L D"), ("L=at", "S D")])
+def test_rule_04_a_letter_binds_the_number_that_a_column_says(tmp_path, step, axes):
+    found = {q: states(3, 3, 8, seed=k) for k, q in enumerate("ab")}
+    parts = {q: found[q] if step[0] == "L" else found[q].swapaxes(0, 1) for q in found}
+    dump(tmp_path / "in/a.pkl", [{"id": q, "at": k, "hs": parts[q][k]} for k in (2, 0, 1) for q in found])
+
+    traces = convert(tmp_path, {"hidden_states": f"a.pkl : [id=id, {step}]/hs -> {axes}"})
+    for q in found:
+        np.testing.assert_allclose(traces[q, 0].hidden_states, found[q], rtol=2e-3, atol=1e-3)
+
+
 def test_rule_13_numbers_of_answers_begin_alike(tmp_path):
     answers = {"q0": (0, 1, 2), "q1": (1, 2)}  # an answer was lost
     dump(

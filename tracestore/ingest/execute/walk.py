@@ -263,7 +263,7 @@ class Walk:
                 path = "/".join(value_of.path) or "value in the column without a name"
                 raise InvalidInputError(f"item {k} of {step.text} has no {path}", source=self._source)
             if value_of.pattern is None:
-                is_number = value_of.name in NUMBER_NAMES or value_of.name in ("N", "K")
+                is_number = value_of.name in NUMBER_NAMES or value_of.name in ("N", "K", "L", "S", "P")
                 text_of = id_text if value_of.name == "id" else key_text
                 found[value_of.name] = number(value, value_of.name) if is_number else text_of(value)
                 continue
