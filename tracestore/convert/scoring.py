@@ -12,7 +12,6 @@ from tracestore.console import Output
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
-from tracestore.ingest.execute.values import check_agreement
 from tracestore.ingest.exports.export_manifest import ExportFacts
 from tracestore.ingest.score_files import ScoreRow, ambiguous_direction, direction_of
 from tracestore.ingest.sources import SourceFile
@@ -20,6 +19,7 @@ from tracestore.ingest.stored_values import ChangedValues, keys_of, without_row_
 from tracestore.store.format import schema
 from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.vocabulary import JUDGMENTS
+from tracestore.store.write.field_values import check_agreement
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock, WrittenSegment

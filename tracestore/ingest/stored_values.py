@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
-from tracestore.ingest.execute.values import check_agreement
 from tracestore.ingest.score_files import ScoreRow
 from tracestore.ingest.scores import Scores
 from tracestore.store.format.labels import CORRECT, describe, unlabeled_note
 from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.vocabulary import JUDGMENTS
+from tracestore.store.write.field_values import check_agreement
 from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.writer import StoreWriter
 from tracestore.words import plural

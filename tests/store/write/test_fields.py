@@ -254,6 +254,23 @@ def test_a_key_and_an_argument_must_agree(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "values"),
+    [
+        ({"is_correct": True}, {"label": 1}),
+        ({"is_correct": False, "label": 0}, {}),
+        ({}, {"label": 1, "scores": {"is_hallucinated": 0}}),
+        ({"is_correct": True}, {"scores": {"is_hallucinated": 1}}),
+    ],
+)
+def test_judgments_of_a_trace_agree(tmp_path, fields, values):
+    """Rule 14."""
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        with pytest.raises(InvalidInputError, match="expected that they agree"):
+            writer.append({"hidden_states": states(), **fields}, **values)
+        writer.append({"hidden_states": states(), "is_correct": True}, label=0, scores={"is_hallucinated": 0})
+
+
 def test_a_name_that_says_its_direction_cannot_be_defined_otherwise(tmp_path):
     with tracestore.create(tmp_path / "s.zarr") as writer:
         writer.append({"hidden_states": states(), "is_correct": True})

@@ -22,7 +22,6 @@ from tracestore.ingest.execute.row_padding import Padding, of_span
 from tracestore.ingest.execute.table_accounts import KeptValues
 from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.execute.values import (
-    check_agreement,
     check_spans,
     group_text,
     id_text,
@@ -35,6 +34,7 @@ from tracestore.ingest.layout.fields import KEY, score_of
 from tracestore.ingest.layout.places import DERIVED, RECORDS, Plan
 from tracestore.ingest.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
+from tracestore.store.write.field_values import check_agreement
 from tracestore.store.write.record import TraceRecord, record_from_dict
 
 _OF_NAMES = ("id", "sample")

@@ -12,7 +12,7 @@ from tracestore.store.format import labels, schema
 from tracestore.store.format.provenance import Provenance, with_layers
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.vocabulary import SCORES
-from tracestore.store.write.field_values import field_error, label_value, lens_arrays, score_value
+from tracestore.store.write.field_values import check_agreement, field_error, label_value, lens_arrays, score_value
 from tracestore.store.write.record import TraceRecord, record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
@@ -197,9 +197,9 @@ class TraceWriter:
             record = record_from_dict(trace, source_name=name, position=0, need_attention=need)
             if score is not None or scores or label is not None or group:
                 _add_arguments(record, score, scores or {}, label, group)
+            check_agreement(record.scores | ({} if record.label is None else {"label": record.label}))
             self._define_scores(record.scores)
-            append = self._append_first if need is None else self._append
-            append(record)
+            (self._append_first if need is None else self._append)(record)
 
     def _append_first(self, record: TraceRecord) -> None:
         """Append a record, the first of which decides whether the store has attention."""

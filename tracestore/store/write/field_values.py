@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.errors import InvalidInputError, UsageError
+from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.store import vocabulary
 from tracestore.store.format import schema
 from tracestore.store.format.labels import HALLUCINATION
@@ -342,3 +342,13 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if array is None or array.dtype.kind not in "biuf":
         raise TypeError
     return array
+
+
+def check_agreement(scores: Mapping[str, float], question_id: str = "") -> None:
+    """Rule 14: `is_correct`, `is_hallucinated` and `label` agree wherever two have a value; an id is that of a stored trace."""
+    found = {name: scores[name] for name in ("label", *vocabulary.JUDGMENTS) if scores.get(name) in (0, 1)}
+    if len({value == (name == "is_correct") for name, value in found.items()}) > 1:
+        stored = "one of them stored (lines for both judge again; score --name keeps both)"
+        of = f" of {escape_unprintable(question_id, 60)}, {stored}" if question_id else ""
+        shown = " and ".join(f"{name} {value:g}" for name, value in found.items())
+        raise InvalidInputError(f"found {shown}{of}, expected that they agree")
