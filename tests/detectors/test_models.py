@@ -192,8 +192,9 @@ def test_the_float32_error_is_at_most_twice_that_of_pyg(tmp_path, name):
     There the first token and some channels are a hundred times the rest. The errors of single
     batches vary by several times in PyG too, with the order of the edges and with the values, so
     that for one batch the ratio of two equally exact programs is often above 2 for some tensor.
-    The median of twelve batches is compared, and is at most 1e-4. PyG's own error is the largest
-    over several orders of its edges. An error of 4 units in the last place is accepted in any case.
+    The median of twelve batches is compared, and is at most 1e-4, as are the errors of the first
+    two; PyG itself exceeds it in others. PyG's own error is the largest over several orders of its
+    edges. An error of 4 units in the last place is accepted in any case.
     """
     found, ratios = [], []
     for seed in range(12):
@@ -211,6 +212,7 @@ def test_the_float32_error_is_at_most_twice_that_of_pyg(tmp_path, name):
         exact = _run("pyg", name, batch, torch.float64, seed)
         peers = [_errors(_run("pyg", name, batch, torch.float32, seed, order), exact) for order in range(9)]
         errors = _errors(_run("fused", name, batch, torch.float32, seed), exact)
+        assert seed > 1 or max(errors.values()) <= 1e-4, (seed, errors)
         found.append(errors)
         least = 2 * torch.finfo(torch.float32).eps
         ratios.append({n: error / max(least, *(peer[n] for peer in peers)) for n, error in errors.items()})
