@@ -282,9 +282,9 @@ def test_an_answer_has_a_limit_of_time(tmp_path):
 
 
 @pytest.mark.long
-def test_twice_the_input_takes_twice_the_time(tmp_path):
+def test_four_times_the_input_takes_four_times_as_long(tmp_path):
     paths = []
-    for count in (1_000, 2_000):
+    for count in (500, 2_000):
         write(tmp_path / f"{count}.h5", **{f"q{k}/h": STATES for k in range(count)})
         paths.append(tmp_path / f"{count}.h5")
     check_time(*paths, time.perf_counter)

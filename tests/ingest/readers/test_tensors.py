@@ -94,9 +94,9 @@ def test_a_header_of_many_names_ends(tmp_path):
 
 
 @pytest.mark.long
-def test_twice_the_input_takes_twice_the_time(tmp_path):
+def test_four_times_the_input_takes_four_times_as_long(tmp_path):
     paths = []
-    for count in (10_000, 20_000):
+    for count in (10_000, 40_000):
         path = tmp_path / f"{count}.safetensors"
         path.write_bytes(safetensors({f"q{k}/h": ("F16", STATES) for k in range(count)}))
         paths.append(path)
