@@ -230,9 +230,7 @@ class Scoring:
         names = {source.name for source in self.sources} - exported
         paths = [source.path for source in writer.index.sources()] if writer.manifest.num_traces else []
         of_sources = writer.index.read_column("source")
-        own, other = (
-            np.isin(of_sources, [k for k, p in enumerate(paths) if p in found]) for found in (names, exported)
-        )
+        own, other = (np.array([path in found for path in paths], bool)[of_sources] for found in (names, exported))
         return own, other
 
     def lines(self) -> Iterator[str]:

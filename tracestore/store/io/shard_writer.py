@@ -16,7 +16,7 @@ from tracestore.store.format.zarr_json import shard_index
 from tracestore.store.io.fsio import makedirs, pwritev_all, remove_tree, retry_eintr, with_filename
 
 # Limits on the data that waits to be written.
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 4 << 20
 _MAX_BUFFERS = 512
 
 
