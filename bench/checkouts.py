@@ -56,7 +56,7 @@ print(min(epochs))
 """
 # Commit e803559 has no --models, but a flag for each model.
 TRAIN = """
-import contextlib, io, os, runpy, shutil, statistics, subprocess, sys, tempfile, time
+import contextlib, io, os, runpy, shutil, subprocess, sys, tempfile, time
 class Lines(io.StringIO):
     ends = []
     def write(self, text):
@@ -64,7 +64,7 @@ class Lines(io.StringIO):
             self.ends.append(time.perf_counter())
             ends = [end for end in self.ends if end > self.ends[0] + 1]
             if len(ends) > 3 and ends[-1] > ends[0] + 3:
-                print(statistics.median(b - a for a, b in zip(ends, ends[1:])), file=sys.__stdout__, flush=True)
+                print(min(b - a for a, b in zip(ends, ends[1:])), file=sys.__stdout__, flush=True)
                 shutil.rmtree(folder, ignore_errors=True)
                 os._exit(0)
         return super().write(text)
