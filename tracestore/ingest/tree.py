@@ -253,20 +253,16 @@ class ListItems(Items):
         return len(self.values)
 
 
-class _Folder(dict[str, Any]):
-    """Values below one part of a path."""
-
-
 def nested_group(
     values: Mapping[str, Any], open_value: Callable[[Any], Value], attributes: Mapping[str, Value] = _NO_ATTRIBUTES
 ) -> Group:
     """Return values whose names are paths as groups in each other: the name "a/b" becomes ["a"]["b"].
 
-    A name that is also the beginning of another's path leaves the longer name whole.
+    A name that is also the beginning of another's path leaves the longer name whole. No value is a dict.
     """
 
     def opened(value: Any) -> Value:
-        return MappingGroup(value, opened) if isinstance(value, _Folder) else open_value(value)
+        return MappingGroup(value, opened) if isinstance(value, dict) else open_value(value)
 
     found: dict[str, Any] = {}
     for name, value in values.items():
@@ -277,7 +273,7 @@ def nested_group(
             continue
         inner = found
         for part in parts[:-1]:
-            inner = inner.setdefault(part, _Folder())
+            inner = inner.setdefault(part, {})
         inner[parts[-1]] = value
     return MappingGroup(found, opened, attributes)
 

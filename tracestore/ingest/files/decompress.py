@@ -5,6 +5,7 @@ import importlib
 import lzma
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -49,14 +50,19 @@ def open_inflated(path: Path, compression: str) -> InflatedStream:
     """
     if compression == "gzip":
         return cast(InflatedStream, igzip.open(path, "rb"))
+    if compression == "zstd":
+        return _zstd(open(path, "rb"))
     return _Streams(open(path, "rb"), _DECOMPRESSORS[compression])
 
 
 class _Streams:
-    """Streams behind each other in one file, inflated by decompressors of the interface of bz2."""
+    """Streams behind each other in one file, inflated by decompressors of the interface of bz2.
 
-    def __init__(self, file: BinaryIO, new: Callable[[], Any]) -> None:
-        self._file, self._new = file, new
+    An `error` of the library that is none of DAMAGE becomes a ValueError.
+    """
+
+    def __init__(self, file: BinaryIO, new: Callable[[], Any], error: type[Exception] = ValueError) -> None:
+        self._file, self._new, self._error = file, new, error
         self._inflate = new()
         self._rest = b""
 
@@ -71,7 +77,10 @@ class _Streams:
                 self._rest = self._file.read(_READ_BYTES)
                 if not self._rest:
                     raise EOFError
-            data: bytes = self._inflate.decompress(self._rest, size)
+            try:
+                data: bytes = self._inflate.decompress(self._rest, size)
+            except self._error as error:
+                raise ValueError(str(error)) from None
             self._rest = b""
             if data:
                 return data
@@ -80,31 +89,14 @@ class _Streams:
         self._file.close()
 
 
-class _ZstdDecompressor:
-    """A frame of zstd; its errors are ValueErrors."""
-
-    def __init__(self, library: Any) -> None:
-        limit = {library.DecompressionParameter.window_log_max: _MAX_WINDOW_LOG}
-        self._frame, self._error = library.ZstdDecompressor(options=limit), library.ZstdError
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._frame, name)
-
-    def decompress(self, data: bytes, size: int) -> Any:
-        """Return at most `size` bytes."""
-        try:
-            return self._frame.decompress(data, size)
-        except self._error as error:
-            raise ValueError(str(error)) from None
-
-
-def _zstd() -> Any:
+def _zstd(file: BinaryIO) -> _Streams:
     for name in ("compression.zstd", "backports.zstd"):
         try:
             library = importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-        return _ZstdDecompressor(library)
+        limit = {library.DecompressionParameter.window_log_max: _MAX_WINDOW_LOG}
+        return _Streams(file, partial(library.ZstdDecompressor, options=limit), library.ZstdError)
     raise InvalidInputError(
         "reading .zst needs Python 3.14 or the package backports.zstd; inflate the file, or run: "
         "pip install tracestore[inputs]",
@@ -116,5 +108,4 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     "bz2": bz2.BZ2Decompressor,
     "xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MAX_XZ_MEMORY),
     "zlib": lambda: igzip_lib.IgzipDecompressor(igzip_lib.DECOMP_ZLIB),
-    "zstd": _zstd,
 }

@@ -7,6 +7,7 @@ here imports or calls a name from a file; `pickle_reader` collects the accepted 
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -232,16 +233,15 @@ def _encode(args: tuple[Any, ...]) -> bytes:
     return _encode_latin1(args[0])
 
 
-def _empty_bytes(args: tuple[Any, ...]) -> bytes:
+def _empty(kind: Callable[[], Any], refusal: str, args: tuple[Any, ...]) -> Any:
+    """Return a value of a kind that is made of nothing, or of an empty list."""
     if args and not (len(args) == 1 and isinstance(args[0], list) and not args[0]):
-        raise InvalidInputError("found bytes() of a value, expected empty bytes")
-    return b""
+        raise InvalidInputError(refusal)
+    return kind()
 
 
-def _ordered_dict(args: tuple[Any, ...]) -> dict[Any, Any]:
-    if args and not (len(args) == 1 and args[0] == []):
-        raise InvalidInputError("found an OrderedDict made from values")
-    return {}
+_ordered_dict = partial(_empty, dict, "found an OrderedDict made from values")
+_empty_bytes = partial(_empty, bytes, "found bytes() of a value, expected empty bytes")
 
 
 OBJECT, NDARRAY = SafeClass("builtins.object"), SafeClass("numpy.ndarray")

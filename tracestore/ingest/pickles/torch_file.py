@@ -103,17 +103,10 @@ def _check_descriptor(view: memoryview, end: int, info: zipfile.ZipInfo) -> None
 
 def _storage_key(key: Any) -> tuple[StorageType, str, int]:
     """Return type, key and numel of the persistent id ('storage', type, key, location, numel, ...)."""
-    if (
-        not isinstance(key, tuple)
-        or len(key) < 5
-        or key[0] != "storage"
-        or not isinstance(key[1], StorageType)
-        or not isinstance(key[2], str)
-        or not isinstance(key[4], int)
-        or key[4] < 0
-    ):
-        raise InvalidInputError("found a persistent id that is not a torch storage")
-    return key[1], key[2], key[4]
+    match key:
+        case tuple(("storage", StorageType() as kind, str() as name, _, int() as numel, *_)) if numel >= 0:
+            return kind, name, numel
+    raise InvalidInputError("found a persistent id that is not a torch storage")
 
 
 def _add_storage(storages: dict[str, PickledStorage], name: str, storage: PickledStorage) -> PickledStorage:

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 from tracestore.errors import InvalidInputError
@@ -33,8 +34,6 @@ _FILTERS = frozenset((1, 2, 3, 4, 5, 6, 32000))
 
 def open_file(path: Path) -> Any:
     """Open a file with h5py; raise InvalidInputError if it is damaged."""
-    import h5py
-
     try:
         return h5py.File(path, "r", locking=False)
     except OSError as error:
@@ -51,8 +50,6 @@ class Groups:
 
     def child(self, group: Any, name: str) -> Any:
         """Return an object of a group after checking that it is in this file; None for a named type."""
-        import h5py
-
         link = group.get(name, getlink=True)
         if not isinstance(link, h5py.HardLink):
             raise InvalidInputError(
@@ -73,8 +70,6 @@ class Groups:
 
     def attributes(self, item: Any) -> dict[str, Any]:
         """Return the attributes of a group or array that hold texts and real numbers, as JSON has them."""
-        import h5py
-
         values = {}
         for name in item.attrs:
             attribute = item.attrs.get_id(name)
@@ -101,8 +96,6 @@ def _plain(value: Any) -> Any:
 
 def check_dataset(dataset: Any, name: str) -> None:
     """Raise InvalidInputError if reading an array would leave the file or exceed memory."""
-    import h5py
-
     create = dataset.id.get_create_plist()
     if dataset.is_virtual or dataset.external:
         raise InvalidInputError(
@@ -257,8 +250,6 @@ class _Server:
 
     def _entry(self, child: Any, name: str) -> tuple[Any, ...]:
         """Return kind, shape and dtype of an object of a group."""
-        import h5py
-
         if isinstance(child, h5py.Group):
             return ("group",)
         try:
@@ -272,8 +263,6 @@ class _Server:
         return "array", child.shape, _description(dtype), dtype.shape
 
     def _rows(self, dataset: Any, name: str, begin: int, end: int) -> Answer:
-        import h5py
-
         values = page_of(dataset, begin, end) if dataset.shape else [dataset[()]]
         if h5py.check_string_dtype(dataset.dtype) is not None:
             return {"texts": [text_of(value, name) for value in values]}, iter(())

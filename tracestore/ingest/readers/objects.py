@@ -36,7 +36,6 @@ _KEYS = frozenset((str, int, float, bool, tuple))
 # A pickle whose root is a list ends with APPENDS or APPEND, and STOP.
 _ENDS_OF_LISTS = (b"e.", b"a.")
 _STOP = b"."
-_NO_ATTRIBUTES: Mapping[str, Value] = {}
 
 
 class ObjectOpener:
@@ -112,8 +111,8 @@ class ObjectGroup(MappingGroup):
     __slots__ = ("_charge",)
 
     def __init__(self, values: Mapping[Any, Any], open_value: ObjectOpener, charge: Charge) -> None:
-        self._values, self._open, self._charge = values, open_value, charge
-        self.attributes = _NO_ATTRIBUTES
+        super().__init__(values, open_value)
+        self._charge = charge
 
     def at_hand(self, keys: Sequence[Any]) -> list[Any]:
         """Return what the parser has made for each key; NotImplemented for values that are opened by their key."""
