@@ -11,8 +11,11 @@ import pkgutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Mapping
+from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Self, get_args
 
@@ -25,6 +28,7 @@ from tracestore.store.read.store import TraceStore
 
 _OUTPUT_BYTES, _SHOWN_CHARACTERS = 4096, 200
 _POLL_S, _GRACE_S = 0.1, 1.0
+_MAX_FRAMES = 100  # a recursion has a thousand
 
 
 def run_apart(function: str, *arguments: Any, cancelled: threading.Event | None = None) -> Any:
@@ -138,8 +142,23 @@ def one_line(error: BaseException) -> str:
         text = "no message"
     if isinstance(error, SystemExit):
         return f"it called sys.exit({escape_unprintable(text, _SHOWN_CHARACTERS)})"
-    named = text if isinstance(error, TracestoreError) else f"{type(error).__name__}: {text}".removesuffix(": ")
-    return escape_unprintable(named)
+    if isinstance(error, TracestoreError):
+        return escape_unprintable(text)
+    return escape_unprintable(f"{type(error).__name__}: {text}".removesuffix(": ") + _place(error))
+
+
+def _place(error: BaseException) -> str:
+    """Return the last line of the detector's own module in the traceback of an error."""
+    ours, library = os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib")
+    packages = sysconfig.get_path("purelib")
+    frames = [
+        (name, line)
+        for frame, line in islice(traceback.walk_tb(error.__traceback__), _MAX_FRAMES)
+        if not (name := frame.f_code.co_filename).startswith((ours + os.sep, "<"))
+        and (name.startswith(packages) or not name.startswith(library + os.sep))
+    ]
+    lines = [line for name, line in frames if name == frames[0][0]]
+    return f" ({os.path.basename(frames[0][0])}, line {lines[-1]})" if frames else ""
 
 
 def plain(value: Any) -> Any:

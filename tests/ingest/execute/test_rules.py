@@ -510,6 +510,11 @@ def test_rule_08_a_file_without_a_line(tmp_path):
     assert len(convert(tmp_path, ROWS | {"ignore": ["attn.npy"]})) == 3
 
 
+def test_rule_08_an_address_without_files(tmp_path):
+    write_rows(tmp_path)
+    refuse(tmp_path, {"hidden_states": "[id=id]/hs -> L S D"}, r"expected FILES : \[id=id\]/hs$")
+
+
 @pytest.mark.parametrize("key", ["label", "is_correct", "isCorrect", "bleurt_score", "y", "hallucination", "verdict"])
 @pytest.mark.parametrize("records", [(), ("*.pkl : [id=id]",)])
 def test_rule_08a_what_may_be_a_label_is_no_extra(tmp_path, key, records):
