@@ -53,7 +53,7 @@ def test_a_store_with_checksums_of_layers_and_a_layout_is_readable():
             expected = np.stack(trace["hidden_states"]).tobytes()
             assert store[k].hidden_states.tobytes() == second[k]["hidden_states"].tobytes() == expected
         segments = [store.internals.segment(k) for k in range(2)]
-        assert [len(s.layers("hidden_states").crcs) for s in segments] == [2, 4]
+        assert [len(s.layers["hidden_states"].crcs) for s in segments] == [2, 4]
         assert all(len(s.name) == len("segments/") + 32 for s in segments)
 
 

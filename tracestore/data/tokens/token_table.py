@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from tracestore.data.batch_format import BatchFormat
 from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 from tracestore.store.format.schema import MAX_TOKENS
 from tracestore.store.read.batch_sources import GRAPH_ROW, GRAPH_SEGMENT, NUM_TOKENS, describe
+from tracestore.store.read.index import grouped
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.read.store import TraceStore
 
@@ -69,8 +69,8 @@ class TokenTable:
         begins = np.zeros(len(traces), np.int64)
         positions = "all" if batch_format.positions is None else batch_format.positions
         self._step, spans = 1, list[_Runs]()
-        for segment, entries in _by_segment(store, locations):
-            rows = locations[entries, GRAPH_ROW]
+        for number, entries in grouped(locations[:, GRAPH_SEGMENT]):
+            segment, rows = store.internals.segment(number), locations[entries, GRAPH_ROW]
             begins[entries] = segment.begins("hidden_states", rows)
             if positions in ("prompt", "answer"):
                 spans += _named_runs(store, str(positions), segment, rows, traces, entries, num_tokens[entries])
@@ -129,14 +129,6 @@ class TokenTable:
             return order
         expanded: np.ndarray = (order[:, None] * num_layers + np.arange(num_layers)).reshape(-1)
         return expanded
-
-
-def _by_segment(store: TraceStore, locations: np.ndarray) -> Iterator[tuple[SegmentReader, np.ndarray]]:
-    """Yield each segment and the entries of `locations` whose traces it holds."""
-    order = np.argsort(locations[:, GRAPH_SEGMENT], kind="stable")
-    numbers, begins = np.unique(locations[order, GRAPH_SEGMENT], return_index=True)
-    for number, (begin, end) in zip(numbers.tolist(), pairwise([*begins.tolist(), len(order)]), strict=True):
-        yield store.internals.segment(number), order[begin:end]
 
 
 def _join(parts: list[_Runs]) -> _Runs:

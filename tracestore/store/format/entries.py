@@ -75,6 +75,8 @@ class FilePart(NamedTuple):
 FilesOf = Callable[[int], Iterable[FileEntry | FilePart]]
 
 
-def size_mismatch(entry: FileEntry, found: int) -> CorruptStoreError:
-    """Return the error for a file of `found` bytes that has another committed size."""
-    return CorruptStoreError(f"{entry.path}: found {found} bytes, expected {entry.size}")
+def size_mismatch(entry: FileEntry, found: int | None) -> CorruptStoreError:
+    """Return the error for a file of `found` bytes, None if it is missing, that has another committed size."""
+    return CorruptStoreError(
+        f"{entry.path}: {'missing' if found is None else f'found {found} bytes, expected {entry.size}'}"
+    )

@@ -1,7 +1,6 @@
 """The attribute `lens`, which describes the final norm and the unembedding matrix of the language model."""
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
 NORMS = ("rms", "layer", "none")
 # Upper limit for V; no tokenizer comes near it.
@@ -34,10 +33,6 @@ class LensField:
     norm: str
     eps: float
     provenance: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the values as a JSON object."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, data: object, num_provenances: int) -> "LensField | None":

@@ -6,7 +6,7 @@ One module of over 400 lines: the tables of the format and the checks of what a 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -270,7 +270,7 @@ _ATTRIBUTE_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_layout": (None, *LAYOUT_NAMES.values()),
     "format_version": (FORMAT_VERSION,),
 }
-_OPTION_VALUES: dict[str, tuple[Any, ...]] = {
+OPTION_VALUES: dict[str, tuple[Any, ...]] = {
     "attention": ATTENTION_MODES,
     "dtype": ("float16", "keep"),
     "codec": CODECS,
@@ -318,7 +318,7 @@ class Attributes:
         scores = {name: score.to_json() for name, score in sorted(self.scores.items())}
         provenance = [p.to_json() for p in self.provenance]
         options = dict(sorted(self.options.items()))
-        lens = None if self.lens is None else self.lens.to_json()
+        lens = None if self.lens is None else asdict(self.lens)
         return values | {"options": options, "scores": scores, "provenance": provenance, "lens": lens}
 
     def open_numbers(self) -> list[int]:
@@ -338,9 +338,9 @@ class Attributes:
         if (data["num_layers"] or 0) * (data["hidden_dim"] or 0) > MAX_ROW_VALUES:
             raise ValueError(f"attributes: num_layers * hidden_dim exceeds {MAX_ROW_VALUES}")
         options = data["options"]
-        if not isinstance(options, dict) or options.keys() != _OPTION_VALUES.keys():
+        if not isinstance(options, dict) or options.keys() != OPTION_VALUES.keys():
             raise ValueError("attributes: options: the keys are not those of this format")
-        _require_values("attributes: options", options, _OPTION_VALUES)
+        _require_values("attributes: options", options, OPTION_VALUES)
         if options["attention"] != data["attention"]:
             raise ValueError("attributes: options: attention differs from the store's")
         scores = labels.score_fields(data["scores"])

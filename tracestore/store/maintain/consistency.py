@@ -16,7 +16,7 @@ from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.ragged import is_offsets
 from tracestore.store.io.files import StoreFiles
 from tracestore.store.read.columns import Columns, read_columns
-from tracestore.store.read.index import SegmentEntry, StoreIndex
+from tracestore.store.read.index import SegmentEntry, StoreIndex, grouped
 from tracestore.store.read.segment import SegmentReader, row_sizes
 from tracestore.store.write.field_values import optional_fields
 from tracestore.store.write.record import read_record
@@ -44,14 +44,14 @@ class ConsistencyChecker:
         self.damaged: dict[str, str] = {}
         self._index: StoreIndex | None = None
         self._segments: dict[str, list[tuple[int, SegmentEntry]]] = {}
-        self._traces: dict[str, _TracesBySegment] = {}
+        self._traces: dict[str, dict[int, np.ndarray]] = {}  # those in each segment, by the column of the index
         generation = paths.manifest(manifest.generation)
         with collect_damage(self.damaged, generation):
             _check_counts(manifest, read_columns(files, manifest))
         with collect_damage(self.damaged, generation):
             index = StoreIndex(files, manifest)
             _check_index(index, manifest)
-            self._traces = {name: _TracesBySegment(index.read_column(name)) for name, _ in _LOCATIONS}
+            self._traces = {name: dict(grouped(index.read_column(name))) for name, _ in _LOCATIONS}
             for number, entry in enumerate(index.segments()):
                 self._segments.setdefault(entry.path, []).append((number, entry))
             self._index = index
@@ -69,20 +69,8 @@ class ConsistencyChecker:
                 _check_segment(segment, self.manifest.attributes)
                 _check_lens(segment, self.manifest.attributes, number)
                 for segment_column, row_column in _LOCATIONS:
-                    traces = self._traces[segment_column].of(number)
+                    traces = self._traces[segment_column].get(number, np.zeros(0, np.int64))
                     _check_locations(self._index, segment, traces, row_column)
-
-
-class _TracesBySegment:
-    """Trace numbers grouped by the segment that a column of the index gives."""
-
-    def __init__(self, segments: np.ndarray) -> None:
-        self._order = np.argsort(segments, kind="stable")
-        self._sorted = segments[self._order]
-
-    def of(self, number: int) -> np.ndarray:
-        begin, end = np.searchsorted(self._sorted, [number, number + 1])
-        return self._order[begin:end]
 
 
 def reason_of(error: Exception) -> str:
@@ -241,16 +229,14 @@ def check_layers(segment: SegmentReader) -> None:
 
     CorruptStoreError names the first layer that has another one.
     """
-    for name, small in schema.LAYER_CRCS.items():
-        layers = segment.layers(name)
-        if layers is not None:
-            array, where = segment.array(name), segment.rows_path
-            _require(int(layers.ends[-1]) == array.shape[0], where, small, f"not of the layers of {name}")
-            if array.shape[0] and array.crc_of_layers(layers) != array.entry.crc32c:
-                for k, (begin, end) in enumerate(pairwise(layers.ends.tolist())):
-                    is_same = crc32c(array.copy(begin, end)) == layers.crcs[k]
-                    _require(is_same, where, small, f"layer {k}: not its checksum")
-                raise CorruptStoreError(f"{array.entry.path}: its checksum is not that of its layers")
+    for name, layers in segment.layers.items():
+        array, where, small = segment.array(name), segment.rows_path, schema.LAYER_CRCS[name]
+        _require(int(layers.ends[-1]) == array.shape[0], where, small, f"not of the layers of {name}")
+        if array.shape[0] and array.crc_of_layers(layers) != array.entry.crc32c:
+            for k, (begin, end) in enumerate(pairwise(layers.ends.tolist())):
+                is_same = crc32c(array.copy(begin, end)) == layers.crcs[k]
+                _require(is_same, where, small, f"layer {k}: not its checksum")
+            raise CorruptStoreError(f"{array.entry.path}: its checksum is not that of its layers")
 
 
 def check_rows(index: StoreIndex, segment: SegmentReader, traces: np.ndarray, row_column: str) -> np.ndarray:

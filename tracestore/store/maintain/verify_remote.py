@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.errors import UsageError
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL, StoreFiles
@@ -69,8 +69,6 @@ class _ObjectVerifier(StoreVerifier):
     def _check_size(self, entry: FileEntry) -> int:
         size = self._object_store.size(entry.path)
         self.advance(entry.size)
-        if size is None:
-            raise CorruptStoreError(f"{entry.path}: missing")
         if size != entry.size:
             raise size_mismatch(entry, size)
         return entry.crc32c

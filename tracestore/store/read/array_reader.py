@@ -24,18 +24,6 @@ _TRIES = 20
 _SEQUENTIAL = 3
 
 
-def _check_metadata(data: bytes, spec: "ArraySpec") -> tuple[int, int]:
-    """Return the rows of an array and of an inner chunk.
-
-    ValueError unless the zarr.json has exactly the metadata of this format; key order and white space are free.
-    """
-    meta = json.loads(data)
-    num_rows, chunk_rows = meta["shape"][0], meta["codecs"][0]["configuration"]["chunk_shape"][0]
-    if meta != sharded_array(*_array(spec, num_rows, chunk_rows)):
-        raise ValueError("not the metadata of this array")
-    return num_rows, chunk_rows
-
-
 def _array(
     spec: "ArraySpec", num_rows: Any, chunk_rows: Any
 ) -> tuple[tuple[int, ...], int, np.dtype, str, dict[str, Any]]:
@@ -101,12 +89,19 @@ class _Opened(NamedTuple):
 
 
 def read_metadata(files: StoreFiles, entries: Mapping[str, FileEntry], name: str, spec: ArraySpec) -> tuple[int, int]:
-    """Return the rows of an array, and those of its inner chunks; CorruptStoreError if they do not fit `spec`."""
+    """Return the rows of an array, and those of its inner chunks.
+
+    CorruptStoreError unless its zarr.json has exactly the metadata of `spec`; key order and white space are free.
+    """
     with reading_committed(f"{name}/zarr.json", prefix=files.prefix):
         entry = _entry(entries, f"{name}/zarr.json")
         if entry.size > _MAX_METADATA_BYTES:
             raise ValueError(f"{entry.size} bytes")
-        return _check_metadata(files.read(entry), spec)
+        meta = json.loads(files.read(entry))
+        num_rows, chunk_rows = meta["shape"][0], meta["codecs"][0]["configuration"]["chunk_shape"][0]
+        if meta != sharded_array(*_array(spec, num_rows, chunk_rows)):
+            raise ValueError("not the metadata of this array")
+        return num_rows, chunk_rows
 
 
 class ArrayReader:

@@ -20,6 +20,13 @@ from tracestore.store.io.files import StoreFiles, reading_committed
 T = TypeVar("T")
 
 
+def grouped(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each value of integers (n,), ascending, with the positions that have it, int64, ascending."""
+    order = np.argsort(values, kind="stable")
+    found, begins = np.unique(values[order], return_index=True)
+    return zip(found.tolist(), np.split(order, begins[1:]), strict=False)  # no values are split into one part
+
+
 class TraceRow(NamedTuple):
     """The location of each part of one trace. A segment of -1 means that the trace lacks the part."""
 

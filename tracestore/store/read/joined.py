@@ -1,7 +1,7 @@
 """Several stores that are read as one: their traces follow each other, in the order of the stores."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -85,7 +85,7 @@ def _joined_attributes(stores: Sequence[StoreInternals], allow_mixed_provenance:
 def _joined_lens(stores: Sequence[StoreInternals], joined: schema.Attributes) -> Any:
     """Return the lens of the stores that have one, as an attribute of all; None if their bytes differ."""
     found = []
-    for store, first in zip(stores, _firsts(store.manifest.num_segments for store in stores), strict=False):
+    for store, first in zip(stores, _first_segments(stores), strict=False):
         if (lens := store.attributes.lens) is not None:
             rows = store.index.segment(lens.segment).rows
             provenance = None if lens.provenance is None else store.attributes.provenance[lens.provenance]
@@ -96,9 +96,9 @@ def _joined_lens(stores: Sequence[StoreInternals], joined: schema.Attributes) ->
     return found[0][1] if len(same) == 1 else None
 
 
-def _firsts(counts: Iterable[int]) -> list[int]:
-    """Return the sum of the counts before each one, and that of all."""
-    return list(accumulate(counts, initial=0))
+def _first_segments(stores: Sequence[StoreInternals]) -> list[int]:
+    """Return the number of the first segment of each store, and that of all segments."""
+    return list(accumulate((store.manifest.num_segments for store in stores), initial=0))
 
 
 def _joined_manifest(stores: Sequence[StoreInternals], attributes: schema.Attributes) -> mf.Manifest:
@@ -160,7 +160,7 @@ class JoinedInternals(StoreInternals):
         self._members = tuple(members)
         # Files of local stores are never evicted.
         self._evicting = [member for member in members if member.files.keeps_generations]
-        self._first_segment = _firsts(member.manifest.num_segments for member in members)
+        self._first_segment = _first_segments(members)
         for member in members:
             member.chunk_cache = self.chunk_cache
 

@@ -125,10 +125,7 @@ class SegmentReader:
 
     def begins(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Return where some rows begin, int64; see begin()."""
-        if len(rows) and rows.max() >= self.num_rows:
-            raise self._corrupt(f"{self.rows_path}: row {rows.max()} of {self.num_rows}")
-        found: np.ndarray = self._begins[name][rows]
-        return found
+        return self._of_rows(self._begins[name], rows)
 
     def values(self, name: str) -> np.ndarray:
         """Return a copy of an array of schema.ROW_ARRAYS."""
@@ -141,9 +138,9 @@ class SegmentReader:
 
     def row_values(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Return the values of some rows of an array of schema.ROW_ARRAYS with one value per row."""
-        return self._of_rows(name, self.values(name), rows)
+        return self._of_rows(self.values(name), rows)
 
-    def _of_rows(self, name: str, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def _of_rows(self, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
         if len(rows) and rows.max() >= len(values):
             raise self._corrupt(f"{self.rows_path}: row {rows.max()} of {len(values)}")
         found: np.ndarray = values[rows]
@@ -160,7 +157,7 @@ class SegmentReader:
 
     def prompt_lengths(self, rows: np.ndarray) -> np.ndarray:
         """Return the prompt_length of some rows, which batches need again and again."""
-        return self._of_rows("prompt_length", self._prompt_lengths, rows)
+        return self._of_rows(self._prompt_lengths, rows)
 
     def array(self, name: str) -> ArrayReader:
         """Return the reader of a large array. CorruptStoreError if its files differ from what was committed."""
@@ -204,15 +201,12 @@ class SegmentReader:
         return found
 
     def fetched_layers(self, name: str) -> Layers | None:
-        """Return the layers of a large array if they are fetched when they are needed; see layers()."""
-        return self._layers.get(name) if self._reads_layers else None
-
-    def layers(self, name: str) -> Layers | None:
-        """Return the layers of a large array; None if the segment has no checksums of them."""
-        return self._layers.get(name)
+        """Return the layers of a large array if they are fetched when they are needed."""
+        return self.layers.get(name) if self._reads_layers else None
 
     @cached_property
-    def _layers(self) -> dict[str, Layers]:
+    def layers(self) -> dict[str, Layers]:
+        """The layers of each large array that the segment has checksums of."""
         if self.small.names.isdisjoint(schema.LAYER_CRCS.values()):
             return {}
         found = {}

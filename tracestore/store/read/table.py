@@ -18,6 +18,7 @@ from tracestore.store.read.batch_sources import (
     SEQUENCE_SEGMENT,
     sequence_sources,
 )
+from tracestore.store.read.index import grouped
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.trace import Trace
 
@@ -156,9 +157,7 @@ def digest(store: StoreInternals, indices: np.ndarray) -> str:
     sums = np.zeros((len(indices), 2), np.uint64)
     places = ((GRAPH_SEGMENT, GRAPH_ROW, "graph_crc32c"), (SEQUENCE_SEGMENT, SEQUENCE_ROW, "sequence_crc32c"))
     for k, (segment, row, name) in enumerate(places):
-        order = np.argsort(locations[:, segment], kind="stable")
-        numbers, begins = np.unique(locations[order, segment], return_index=True)
-        for number, chosen in zip(numbers.tolist(), np.split(order, begins[1:]), strict=False):
+        for number, chosen in grouped(locations[:, segment]):
             if number >= 0:
                 sums[chosen, k] = store.segment(number).row_values(name, locations[chosen, row])
     ids = (zlib.crc32(question.encode("utf-8", "surrogatepass")) for question in store.index.question_ids(indices))

@@ -375,7 +375,7 @@ class ObjectStore(Server):
         """Let the server copy an object of a store in the same bucket. CorruptStoreError if it has another size."""
         size = other.size(entry.path)
         if size != entry.size:
-            raise CorruptStoreError(f"{entry.path}: missing") if size is None else size_mismatch(entry, size)
+            raise size_mismatch(entry, size)
         bucket = ObjectStore(RemoteURL(self._place[0]))
         old, new = (
             f"{folder}/{name}".strip("/") for folder, name in ((other._place[1], entry.path), (self._place[1], path))

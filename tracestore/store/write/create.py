@@ -16,12 +16,7 @@ from tracestore.store.write.field_values import check_agreement, field_error, la
 from tracestore.store.write.record import TraceRecord, record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "attention": schema.ATTENTION_MODES,
-    "dtype": ("float16", "keep"),
-    "codec": schema.CODECS,
-    "score_direction": labels.DIRECTIONS,
-}
+_CHOICES = schema.OPTION_VALUES | {"score_direction": labels.DIRECTIONS}
 # Flags of the command line that are arguments of create(), and their values.
 _FLAG = re.compile(
     r"--(attention|dtype|codec|allow-mixed-provenance)(?: (mean|heads|none|float16|keep|zstd|blosc-\w+))?"

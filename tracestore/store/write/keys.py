@@ -216,13 +216,9 @@ class KeyResolver:
 
     def question_of(self, index: int) -> str | None:
         """Return the question of a committed trace, None if it has none."""
-        row = self._index.row(index)
-        place = (
-            (row.graph_segment, row.graph_row) if row.graph_segment >= 0 else (row.sequence_segment, row.sequence_row)
-        )
-        segment = self._segment(place[0])
-        has_question = segment.scalar("fields", place[1]) & FIELD_BITS["question"]
-        return segment.string("question", place[1]) if has_question else None
+        number, row = self._index.row(index).primary_location
+        segment = self._segment(number)
+        return segment.string("question", row) if segment.scalar("fields", row) & FIELD_BITS["question"] else None
 
     def _stored_fields(self, location: Mapping[str, int]) -> dict[str, Any]:
         name = "graph" if location["graph_segment"] >= 0 else "sequence"

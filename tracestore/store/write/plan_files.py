@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import CorruptStoreError
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.io.files import LocalFiles, ReadableFiles, RemoteURL, parse_location
@@ -79,7 +78,7 @@ class PlanFiles:
         sizes = self.sizes(entry.path for entry in listed)
         for entry in listed:
             if (size := sizes.get(entry.path)) != entry.size:
-                raise CorruptStoreError(f"{entry.path}: missing") if size is None else size_mismatch(entry, size)
+                raise size_mismatch(entry, size)
 
 
 class _RemotePlanFiles(PlanFiles):
