@@ -14,8 +14,8 @@ from tracestore.console import Output
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
-from tracestore.ingest.builtin.parts import Part, builtin_parts, files_of
-from tracestore.ingest.execute.claims import list_files
+from tracestore.ingest.builtin.parts import Part, builtin_parts, exported_sources, files_of
+from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.layout.language import Layout, parse_layout, read_layout
 from tracestore.ingest.score_files import FoundFiles, direction_of, find_score_files, scores_advice
 from tracestore.ingest.source_reading import read_traces
@@ -28,6 +28,7 @@ LEFT_OUT = "the store has no attention: that of the source was left out"
 # How much is read to decide. If that is without attention, a later trace with attention is refused.
 MAX_TRACES = 3  # of each file
 _MAX_FILES = 64
+Group = tuple[list[Path], dict[str, Path]]  # arguments with their files by name
 
 
 class NoSourceError(UsageError):
@@ -74,25 +75,11 @@ def described_run(
     owned, has_scores_file = (*found.scores, *found.unread), bool(found.scores)
     lines = {} if has_scores_file else _lines(options)
     settings = {"S.padding": "none"} if options.padding == "none" else {}
-
-    def rest(files: Mapping[str, Path]) -> Layout | InvalidInputError:
-        return _proposed(files, lines, settings, output)
-
     kept = [_with_padding(layout, options) for layout in _kept_layouts(folder)]
-    parts: list[Part] = []
-    for named, files in groups:
-        of_kept, read = set[str](), set[str]()
-        for layout in kept:
-            own, of_lines = files_of(layout, files, read)
-            of_kept |= own.keys()
-            read |= of_lines
-            if own and lines:
-                raise UsageError(
-                    f"{_flags(lines)}: a layout that the store keeps reads the files; state another layout"
-                )
-            parts += [Part(layout, own, owned, origin="layout that the store keeps")] if own else []
-        files = {name: path for name, path in files.items() if name not in of_kept}
-        parts += builtin_parts(files, named, owned, lines, rest, settings=settings, has_scores_file=has_scores_file)
+    parts = _kept_parts(kept, groups, owned, lines)
+    of_kept = {path for part in parts for path in part.files.values()}
+    groups = [(named, {n: p for n, p in files.items() if p not in of_kept}) for named, files in groups]
+    parts += _found_parts([group for group in groups if group[1]], owned, lines, settings, output, has_scores_file)
     run = DescribedRun(parts, {path: k for k, path in enumerate(paths)}, found, is_builtin=True)
     if not run.sources:
         raise NoSourceError(f"{arguments[0]}: no trace file in this folder; name a file of another suffix")
@@ -156,27 +143,97 @@ def _kept_layouts(folder: Path) -> list[Layout]:
     return []
 
 
-def _proposed(
-    files: Mapping[str, Path], lines: Mapping[str, str], settings: Mapping[str, Any], output: Output
-) -> Layout | InvalidInputError:
-    """Return the layout that files prove, or an error; print what is proposed."""
-    # Imported here, because most conversions need no proposal, and its modules take a tenth of a start.
-    from tracestore.ingest.propose.proposal import propose
+def _kept_parts(
+    layouts: Sequence[Layout], groups: Sequence[Group], owned: tuple[Path, ...], lines: Mapping[str, str]
+) -> list[Part]:
+    """Return the parts of the files that kept layouts read, the newest first."""
+    parts: list[Part] = []
+    for files in _together(groups):
+        read = set[str]()
+        for layout in layouts:
+            own, of_lines = files_of(layout, files, read)
+            read |= of_lines
+            if own and lines:
+                raise UsageError(
+                    f"{_flags(lines)}: a layout that the store keeps reads the files; state another layout"
+                )
+            parts += [Part(layout, own, owned, origin="layout that the store keeps")] if own else []
+    return parts
 
-    proposal = propose(files, settings)
-    output.info(proposal.message())
-    if proposal.layout is not None and not lines:
-        return proposal.layout
-    if proposal.layout is not None:
-        return InvalidInputError(f"{_flags(lines)} adds lines to built-in layouts; state this one with --field")
-    advice = next((text for path in files.values() if (text := scores_advice(path)) is not None), None)
-    also = "" if advice is None else f"; {advice} takes the scores of this table by id"
-    return InvalidInputError(proposal.refusal() + also)
+
+class _AllProveError(Exception):
+    """Ends the search for a layout of each argument: the files of all of them prove one."""
 
 
-def _by_argument(arguments: list[Path], folder: Path) -> list[tuple[list[Path], dict[str, Path]]]:
+def _found_parts(
+    groups: Sequence[Group],
+    owned: Sequence[Path],
+    lines: Mapping[str, str],
+    settings: Mapping[str, Any],
+    output: Output,
+    has_scores_file: bool,
+) -> list[Part]:
+    """Return the parts of files by built-in layouts, or by those that are proved; print what is proposed.
+
+    Where the files of an argument prove none, those of all arguments may: a table may lie apart from its traces. Lines
+    to paste are for all files, as a stated layout is, unless two have one name.
+    """
+    parts: list[Part] = []
+    messages: list[str] = []
+
+    @cache
+    def all_files() -> dict[str, Path]:
+        together = _together(groups)
+        is_one = len(together) == 1 < len(groups) and not exported_sources(together[0])[0]
+        return _without_scores(together[0], owned) if is_one else {}
+
+    def rest(files: Mapping[str, Path]) -> Layout | InvalidInputError:
+        # Imported here, because most conversions need no proposal, and its modules take a tenth of a start.
+        from tracestore.ingest.propose.proposal import propose
+
+        proposal, alone = propose(files, settings), ""
+        if proposal.layout is None and all_files():
+            proposal = propose(all_files(), settings)
+            if proposal.layout is not None and not lines:
+                messages[:] = [proposal.message()]
+                raise _AllProveError(proposal.layout)
+        elif len(groups) > 1:
+            alone = f"; convert the sources one after the other: the lines are for that of {next(iter(files.values()))}"
+        messages.append(proposal.message())
+        if proposal.layout is not None and not lines:
+            return proposal.layout
+        if proposal.layout is not None:
+            return InvalidInputError(f"{_flags(lines)} adds lines to built-in layouts; state this one with --field")
+        advice = next((text for path in files.values() if (text := scores_advice(path)) is not None), None)
+        also = "" if advice is None else f"; {advice} takes the scores of this table by id"
+        return InvalidInputError(proposal.refusal() + alone * bool(proposal.candidates) + also)
+
+    try:
+        for named, files in groups:
+            parts += builtin_parts(files, named, owned, lines, rest, settings=settings, has_scores_file=has_scores_file)
+    except _AllProveError as proved:
+        origin = "layout that the files prove"
+        parts = [Part(proved.args[0], all_files(), has_scores_file=has_scores_file, origin=origin)]
+    finally:
+        for text in dict.fromkeys(messages):
+            output.info(text)
+    return parts
+
+
+def _without_scores(files: Mapping[str, Path], owned: Iterable[Path]) -> dict[str, Path]:
+    left_out = {path.absolute() for path in owned}
+    return {name: path for name, path in files.items() if path.absolute() not in left_out and not is_other(name)}
+
+
+def _together(groups: Sequence[Group]) -> list[dict[str, Path]]:
+    """Return the files of all arguments as one group; those of each if two have one name."""
+    files = {name: path for _, own in groups for name, path in own.items()}
+    return [files] if len(files) == sum(len(own) for _, own in groups) else [own for _, own in groups]
+
+
+def _by_argument(arguments: list[Path], folder: Path) -> list[Group]:
     """Return the files of each folder among the arguments, and of files behind each other with different names."""
-    groups: list[tuple[list[Path], dict[str, Path]]] = []
+    groups: list[Group] = []
     seen: set[str] = set()
     for argument in arguments:
         files = {n: p for n, p in list_files([argument], folder).items() if os.path.realpath(p) not in seen}
