@@ -8,7 +8,7 @@ import pytest
 from tests.fuzz.target import TARGETS
 from tests.helpers import ROOT
 
-COUNTS = {"pickle": 1_000, "zip": 1_000, "gzip": 500, "layout": 2_000, "store": 150}
+COUNTS = {"pickle": 1_500, "zip": 1_000, "gzip": 1_000, "layout": 2_000, "store": 150}
 
 
 @pytest.mark.long
