@@ -14,7 +14,7 @@ from tests.detectors.published.conftest import write_published
 from tests.helpers import ROOT
 from tracestore.inference.predict import load_detector
 
-KILLS = int(os.environ.get("TRACESTORE_BENCHMARK_KILLS", "3"))
+KILLS = int(os.environ.get("TRACESTORE_BENCHMARK_KILLS", "2"))
 NAMES = "probe_last,saplma,lookback_lens"
 
 

@@ -20,6 +20,7 @@ from tests.helpers import (
     write_pickle,
     write_scores,
 )
+from tests.tiers import long
 from tracestore.errors import InvalidInputError
 
 
@@ -256,7 +257,7 @@ def padded(k, name, *, is_left=False, texts=False):
 
 @pytest.mark.parametrize(
     "name",
-    ["length", "seq_len", "seq_length", "sequence_length", "num_tokens", "n_tokens", "valid_length"],
+    ["length", "num_tokens", *long("seq_len", "seq_length", "sequence_length", "n_tokens", "valid_length")],
 )
 @pytest.mark.parametrize("options", [{}, {"is_left": True}, {"texts": True}], ids=["right", "left", "texts"])
 @pytest.mark.parametrize("is_list", [True, False])

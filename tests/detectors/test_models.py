@@ -185,6 +185,7 @@ def _run(kind, name, batch, dtype, seed, order=0):
     return values
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gnn_det_lstm_v0", "gvae_lstm_v0"])
 def test_the_float32_error_is_at_most_twice_that_of_pyg(tmp_path, name):
     """Compare with float64 on activations like those of language models.

@@ -17,7 +17,7 @@ from tracestore.errors import DiskFullError
 from tracestore.export import exporter
 
 FORMATS = ("pkl", "pt-lstm", "pt-gnn", "safetensors", "datasets")
-KILLS = int(os.environ.get("TRACESTORE_EXPORT_KILLS", "20"))
+KILLS = int(os.environ.get("TRACESTORE_EXPORT_KILLS", "10"))
 LIST = "tracestore_export.json"
 
 

@@ -19,7 +19,7 @@ from tracestore.store.io.files import LocalFiles
 
 pytestmark = pytest.mark.long
 # 50 in `make torture`.
-KILLS = int(os.environ.get("TRACESTORE_EXTRACT_KILLS", "3"))
+KILLS = int(os.environ.get("TRACESTORE_EXTRACT_KILLS", "2"))
 
 
 @pytest.fixture

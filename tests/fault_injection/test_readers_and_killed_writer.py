@@ -16,7 +16,7 @@ from tests.helpers import ROOT, make_trace, make_traces, read_all, write_store
 from tracestore.store.io import fsio
 from tracestore.store.maintain.verify import verify_store
 
-KILLS, SECONDS = (200, 600) if ALL else (10, 10)
+KILLS, SECONDS = (200, 600) if ALL else (6, 6)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from tests.fault_injection.simulation import simulate
 
 pytestmark = pytest.mark.long
 
-SEEDS = os.environ.get("TRACESTORE_SEEDS", "30")
+SEEDS = os.environ.get("TRACESTORE_SEEDS", "15")
 
 
 def seeds():

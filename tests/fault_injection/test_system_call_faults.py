@@ -9,7 +9,7 @@ from tests.fault_injection.conftest import ALL, select_shard
 
 pytestmark = pytest.mark.long
 
-RANDOM_KILLS = int(os.environ.get("TRACESTORE_KILLS", "100"))
+RANDOM_KILLS = int(os.environ.get("TRACESTORE_KILLS", "50"))
 FAULTS = {
     "kill": {"action": "kill"},
     "EIO": {"action": "fail", "error": errno.EIO},

@@ -94,8 +94,9 @@ def test_a_cluster_of_this_machine_gives_the_same_bytes(request, data, tmp_path,
 
 
 @pytest.mark.long
-def test_an_unreachable_scheduler_is_wrong_usage(data, tmp_path):
+def test_an_unreachable_scheduler_is_wrong_usage(data, tmp_path, monkeypatch):
     dask = pytest.importorskip("dask")
+    monkeypatch.setattr("tracestore.tasks.dask_workers._CONNECT_TIMEOUT_S", 1)
     with dask.config.set({"distributed.comm.timeouts.connect": "0.5s"}):
         done = convert(data, tmp_path / "s.zarr", "--dask", "tcp://127.0.0.1:9", check=2)
     assert done.stderr.count("\n") == 1 and "no Dask scheduler" in done.stderr

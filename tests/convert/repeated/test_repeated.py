@@ -10,6 +10,7 @@ import pytest
 import tracestore
 from tests.convert.repeated.sequences import run, values
 from tests.helpers import command, convert, error_of, make_trace, tree_bytes, write_pickle
+from tests.tiers import long
 from tracestore.convert import cutting
 from tracestore.convert.runner import Conversion
 
@@ -227,7 +228,7 @@ def test_a_misspelled_line_stays_refused(data, line):
     assert "the files hold no such value" in found[0] and found[1:] == found[:1] * 2
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 40))])
+@pytest.mark.parametrize("seed", [*range(4), *long(*range(4, 40))])
 def test_a_store_is_that_of_the_folder_as_it_is(tmp_path, seed):
     """Each conversion refuses a file, or stores what a new store has."""
     log, wrong = run(seed, tmp_path)

@@ -9,6 +9,7 @@ import torch
 import tracestore
 from tests.helpers import command, make_graphs, make_trace, make_traces, segment_of, write_store
 from tests.malicious_inputs.stores import Store
+from tests.tiers import long
 from tracestore.errors import CorruptStoreError
 from tracestore.store.format import schema
 
@@ -112,7 +113,7 @@ def read_everything(paths, view="graph"):
 
 
 @pytest.mark.filterwarnings("ignore::tracestore.errors.TracestoreWarning")
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [1, *long(0)])
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_an_error_names_the_store(tmp_path, damage, which):
     traces = [make_trace(k, tokens=2 + k) | {"tokens": np.arange(2 + k)} for k in range(10)]

@@ -112,7 +112,10 @@ VALUES = {
     ("values", "direction"),
     [
         *((name, "correct") for name in VALUES),
-        *((name, "hallucination") for name in ("labels", "some scores", "both in part", "disagreeing in part")),
+        *(
+            pytest.param(name, "hallucination", marks=pytest.mark.long)
+            for name in ("labels", "some scores", "both in part", "disagreeing in part")
+        ),
     ],
 )
 @pytest.mark.parametrize("format", FORMATS)

@@ -9,6 +9,7 @@ import pytest
 from tests.ingest.execute.folders import dump, save, states, table
 from tests.ingest.propose.folders import accept, check_candidates, proposal_of, refuse
 from tests.ingest.propose.test_traps import attention, rows
+from tests.tiers import long
 
 LAYERS = 4
 
@@ -153,7 +154,7 @@ def test_ids_of_the_whole_text_belong_to_the_states(tmp_path, name):
 QUESTIONS = ["Why?", "Who is", "What"]
 
 
-@pytest.mark.parametrize("name", ["question_len", "question_length", "prompt_len", "input_len", "prompt_length"])
+@pytest.mark.parametrize("name", ["question_len", "prompt_length", *long("question_length", "prompt_len", "input_len")])
 @pytest.mark.parametrize("key", ["question", "prompt", "query"])
 @pytest.mark.parametrize("container", ["pkl", "npz", "table", "texts in a table"])
 def test_a_length_in_characters_is_no_prompt_length_rule_16(tmp_path, name, key, container):

@@ -41,8 +41,9 @@ def text_calls(marker: str) -> Iterator[tuple[str, str, tuple[bytes, ...]]]:
     yield "os", "mkfifo", (path,)
     for name in ("call", "run", "check_call", "check_output"):
         yield "subprocess", name, (argv,)
-    for name in ("builtins.eval", "builtins.exec", "__builtin__.eval", "timeit.timeit", "cProfile.run", "profile.run"):
+    for name in ("builtins.eval", "builtins.exec", "__builtin__.eval", "cProfile.run", "profile.run"):
         yield *name.split("."), (python,)
+    yield "timeit", "timeit", (uni("pass"), python)  # the setup runs once, and the statement a million times
     yield "__builtin__", "execfile", (path,)
     for module in ("builtins", "io", "_io", "codecs", "gzip", "bz2", "lzma", "tarfile"):
         yield module, "open", (path, mode)

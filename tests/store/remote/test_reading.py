@@ -240,7 +240,7 @@ def test_threads_fetch_from_the_first_missing_file_on(remote_store, monkeypatch)
 
 
 @pytest.mark.parametrize("change", ["flipped", "flipped at the end", "shorter", "longer", "empty"])
-@pytest.mark.parametrize("name", ["attention/c/0", "hidden_states/c/0/0"])
+@pytest.mark.parametrize("name", ["attention/c/0", *long("hidden_states/c/0/0")])
 def test_a_cached_file_that_was_damaged_is_not_committed(remote_store, tmp_path, name, change):
     command("merge", remote_store, tmp_path / "intact.zarr", check=0)
     with tracestore.open(remote_store) as store:

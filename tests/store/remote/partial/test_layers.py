@@ -145,7 +145,7 @@ def test_a_flipped_bit_is_fetched_again_then_refused(large_store, large_url, pro
 @pytest.mark.parametrize("fault", ["no range", "short", "long", "misplaced", "other place", "cut"])
 @pytest.mark.long
 def test_servers_that_lie_about_ranges(large_store, large_url, proxy, fault, monkeypatch):
-    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "2")
+    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.4")
     proxy.fault = lambda count, method, path: fault if "/c/0" in path and method == "GET" else None
     local = tracestore.open(large_store)
     with tracestore.open(large_url) as store:
