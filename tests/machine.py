@@ -13,16 +13,19 @@ import psutil
 def assert_within(factor, work, reference, *, rounds=25, clock=time.process_time):
     """Assert that `work` takes less than `factor` times the time of `reference`, both functions without arguments.
 
-    Other programs only add to a time, so the least of all rounds is compared. There are at least three rounds, and
-    more until the comparison holds.
+    Other programs only add to a time, so the least of all rounds is compared: of three runs of the reference or more, and
+    of `work` until the comparison holds, since another run of it could only be faster.
     """
-    best = [math.inf, math.inf]
-    for done in range(rounds):
-        for k, function in enumerate((work, reference)):
-            begin = clock()
-            function()
-            best[k] = min(best[k], clock() - begin)
-        if done >= 2 and best[0] < factor * best[1]:
+
+    def seconds(function):
+        begin = clock()
+        function()
+        return clock() - begin
+
+    best = [math.inf, min(seconds(reference) for _ in range(2))]
+    for _ in range(rounds):
+        best = [min(best[0], seconds(work)), min(best[1], seconds(reference))]
+        if best[0] < factor * best[1]:
             return
     raise AssertionError(f"{best[0]:.6f} s, expected less than {factor} times {best[1]:.6f} s")
 
