@@ -602,3 +602,57 @@ def test_a_value_that_the_files_of_one_of_two_layouts_lose_is_a_conflict(tmp_pat
 
     convert(folder, store, "--workers", workers, "--on-conflict", "keep-last")
     assert [t.group for t in tracestore.open(store)] == ["", "g", ""]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_label_that_a_stored_trace_has_serves_no_new_one(tmp_path, workers):
+    flags = ["--workers", workers]
+    for name in ("q0_s0", "q1_s0"):
+        dump(tmp_path / f"in/{name}.pkl", states(2, 4, 8, seed=len(name)))
+    table(tmp_path / "in/labels.csv", [{"id": "q0", "ok": 1}, {"id": "q1", "ok": 0}])
+    lines = ["hidden_states = {id}_s{sample}.pkl -> L S D", "is_correct = labels.csv : [id=id]/ok"]
+    convert(tmp_path / "in", tmp_path / "s.zarr", *field_flags(*lines), *flags)
+    dump(tmp_path / "in/q0_s1.pkl", states(2, 4, 8, seed=9))
+
+    assert "serves several traces" in error_of("convert", tmp_path / "in", tmp_path / "s.zarr", *flags, code=3)
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 2
+    share = ['share.is_correct = ["sample"]']
+    convert(tmp_path / "in", tmp_path / "s.zarr", *field_flags(*lines, *share), *flags)
+    dump(tmp_path / "in/q1_s1.pkl", states(2, 4, 8, seed=10))
+
+    assert "added from 1 file" in convert(tmp_path / "in", tmp_path / "s.zarr", *flags).stdout
+    assert [trace.score for trace in tracestore.open(tmp_path / "s.zarr")] == [1, 0, 1, 0]
+
+
+ORDERS = {
+    "chunks": ("b_{chunk}.pkl -> N L S D", "labels.csv : []/ok"),
+    "answers": ("b_{sample}.pkl : [id=#] -> L S D", "labels.csv : [id=id, sample=#]/ok"),
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_rows_with_an_order_are_joined_to_the_traces_of_all_files(tmp_path, kind):
+    """A changed file was refused: the rows of the table were too many for its traces."""
+    for k in range(2):
+        dump(tmp_path / f"in/b_{k}.pkl", [states(2, 4, 8, seed=k), states(2, 4, 8, seed=k + 5)])
+    table(
+        tmp_path / "in/labels.csv",
+        [{"ok": ok} | ({"id": k // 2} if kind == "answers" else {}) for k, ok in enumerate((1, 0, 0, 1))],
+    )
+    states_line, label = ORDERS[kind]
+    lines = [f"hidden_states = {states_line}", f"is_correct = {label}"]
+    first = convert(tmp_path / "in", tmp_path / "s.zarr", *field_flags(*lines)).stdout
+    assert "4 traces added" in first
+    before = labels_by_key(tmp_path / "s.zarr")
+    changed = [states(2, 4, 8, seed=21), states(2, 4, 8, seed=22)]
+    dump(tmp_path / "in/b_1.pkl", changed)
+
+    convert(tmp_path / "in", tmp_path / "s.zarr", "--on-conflict", "keep-last")
+
+    assert labels_by_key(tmp_path / "s.zarr") == before
+    stored = [trace.hidden_states for trace in tracestore.open(tmp_path / "s.zarr")]
+    assert all(any(np.allclose(value, found, atol=1e-2) for found in stored) for value in changed)
+
+
+def labels_by_key(store):
+    return {(trace.question_id, trace.sample): trace.score for trace in tracestore.open(store)}

@@ -140,10 +140,12 @@ class DescribedRun:
             of_files.add("group")
         self._stated = stated & {*self._own, *of_files}
 
-    def lacks_lines(self) -> bool:
-        """Return whether the sources that were read have nothing for a line or an entry, which others may have."""
+    def needs_all(self) -> bool:
+        """Return whether others than the sources that were read may have what a line or an entry names, or rows of a table."""
         executions = [e for part in self.parts if (e := part.execution) is not None and e.account.num_read]
-        return any(e.account.not_found() is not None or self._needs_equal(e) for e in executions)
+        for execution in executions:
+            execution.finish()
+        return any(e.account.needs_all or e.account.not_found() is not None or self._needs_equal(e) for e in executions)
 
     def _needs_equal(self, execution: Execution) -> bool:
         return execution.layout.settings.get("duplicates") == "keep" and not self.num_equal

@@ -337,7 +337,7 @@ class Conversion:
 
     def _close_accounts(self, writer: StoreWriter) -> None:
         """Close the accounts of the layouts and of the scores file, when all sources are read."""
-        if self._unread and self.described.lacks_lines():
+        if self._unread and self.described.needs_all():
             self._check_interrupt()
             raise UnreadSourceError
         self._say(self.described.close(lambda text: writer.index.find(text) >= 0))

@@ -207,6 +207,11 @@ class RunAccount:
         """Return whether every source was read to its end in this run."""
         return self.num_read == self._num_sources
 
+    @property
+    def needs_all(self) -> bool:
+        """Return whether a table was joined to a part of the sources, and the others may be a part of its account."""
+        return not self.is_read and any(table.is_of_all for table in self.tables)
+
     def add_source(
         self, number: int, missing: Mapping[Place, set[tuple[str, str]]], columns: Mapping[Place, Column] | None = None
     ) -> None:
@@ -258,7 +263,7 @@ class RunAccount:
             # Rule 9 closes the accounts of what is known of an axis.
             if not place.is_optional and place.rule.kind != "known":
                 source = sources[place.address.files.text]
-                self.tables.append(table_account(column, source, self._missing.get(place, ()), self.kept))
+                self.tables.append(table_account(column, source, self._missing.get(place, ()), self.kept, self._plan))
 
     def close(self, has_id: Callable[[str], bool]) -> Iterator[str]:
         """Close the accounts of the run, and yield a line for each table.

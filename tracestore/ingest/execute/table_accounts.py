@@ -12,10 +12,13 @@ from tracestore.errors import InvalidInputError, escape_unprintable, some_of
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.layout.fields import KEEP, KEY
-from tracestore.ingest.layout.places import Place, Plan, given_name
+from tracestore.ingest.layout.places import RECORDS, Place, Plan, given_name
 from tracestore.words import plural
 
 _MAX_VALUES = 64  # that differ, of which the message about an unknown one chooses
+_IN_ORDER = ("in order", "by position")
+# Fields of which a row may serve several traces (rule 12a).
+SHARED = frozenset(("question", "question_id", "group", RECORDS))
 Numbers = set[tuple[str, int]]  # of keys, with the rest of them
 
 
@@ -131,6 +134,8 @@ class TableAccount:
         The number of rows of traces that are left out.
     not_kept : dict
         The keys of rows that an entry `keep.NAME` leaves out, with its NAME.
+    is_of_all : bool
+        Whether it takes all traces to tell how the rows are joined: they have an order, or one may serve several traces.
     """
 
     field: str
@@ -143,6 +148,7 @@ class TableAccount:
     ends: str
     num_left_out: int
     not_kept: dict[str, str]
+    is_of_all: bool
 
     def close(self, has_id: Callable[[str], bool], *, is_whole: bool) -> str:
         """Return how the rows were joined; InvalidInputError if they do not fit."""
@@ -150,7 +156,7 @@ class TableAccount:
         if self.joined_by == "by id":
             unused = [key for key in unused if not has_id(key)]
         num_rows, num_used = len(self.rows), len(self.rows) - len(self.unused) - self.num_left_out
-        if self.joined_by in ("in order", "by position") and (unused or missing) and is_whole:
+        if self.joined_by in _IN_ORDER and (unused or missing) and is_whole:
             found = f"{num_rows:,} rows in order belong to {num_used + len(missing):,} traces"
             found += "; a column of numbers joins some of the rows" if self.joined_by == "by position" else ""
             raise InvalidInputError(found, field=self.field)
@@ -172,24 +178,41 @@ class TableAccount:
         return f"{self.field}: {plural(num_used, 'row')} of {self.source} joined {self.joined_by}{rest}{self.ends}"
 
 
-def table_account(column: Column, source: str, missing: Iterable[tuple[str, str]], kept: "KeptValues") -> TableAccount:
+def _may_serve_several(column: Column, plan: Plan) -> bool:
+    """Return whether traces may differ by names that no row has, and no entry `share` states (rule 12a)."""
+    place, made = column.place, plan.layout.templates.get("question_id")
+    if place.rule.kind not in ("score", "text") or place.name in SHARED:
+        return False
+    of_id = {"id"} if made is None else {*made.names}
+    own = of_id | ({"K", "sample"} & {*plan.names, *plan.layout.addresses, *plan.layout.settings})
+    joined = {*column.names, *(of_id if column.has_made_ids else ())}
+    joined |= {"K", "sample"} if {"K", "sample"} & joined else set()
+    shared = set(plan.layout.settings.get(f"share.{place.name}", ()))
+    return not own <= joined | shared | ({"K"} if "sample" in shared else set())
+
+
+def table_account(
+    column: Column, source: str, missing: Iterable[tuple[str, str]], kept: "KeptValues", plan: Plan
+) -> TableAccount:
     """Return the account of a table in a file; `missing` are the keys of the traces without a row."""
     is_cut = any(
         len(axis) > 1 and "N" in axis for axis in column.place.axes
     )  # by lengths: its rows are those of tokens
     rows = list(dict.fromkeys(column.used if is_cut else column.rows()))
     unused = [key for key in rows if key not in column.used]
+    partial, joined_by = column.partial_answers(unused), column.joined_by
     return TableAccount(
         field=column.place.name,
         source=source,
-        joined_by=column.joined_by,
+        joined_by=joined_by,
         rows=[column.text_of(dict(zip(column.names, key, strict=True))) for key in rows],
         unused=[column.text_of(dict(zip(column.names, key, strict=True))) for key in unused],
         missing=sorted({texts[column.has_made_ids is not False] for texts in missing}),
-        partial=column.partial_answers(unused),
+        partial=partial,
         ends=f": the first {end_text(column.ends[0])}, the last {end_text(column.ends[1])}" if column.ends else "",
         num_left_out=sum(column.used.get(key) == 0 for key in rows),
         not_kept=kept.left_out(column),
+        is_of_all=joined_by in _IN_ORDER or partial is not None or _may_serve_several(column, plan),
     )
 
 

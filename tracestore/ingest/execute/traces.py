@@ -11,13 +11,12 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.axes import MISSING, extent, numbers_of, read
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.row_ranges import RANGES, ranges_of, rows_along_n
+from tracestore.ingest.execute.table_accounts import SHARED
 from tracestore.ingest.execute.values import is_missing, named, number_of
 from tracestore.ingest.execute.walk import Cell
-from tracestore.ingest.layout.places import RECORDS, Place, Plan
+from tracestore.ingest.layout.places import Place, Plan
 from tracestore.store.format import schema
 
-# Fields that may serve several traces (rule 12a).
-_SHARED = frozenset(("question", "question_id", "group", RECORDS))
 FLAT_ANSWERS = ("NK", "KN")  # axes along which the answers to all questions lie; the first letter changes slowest
 
 
@@ -141,7 +140,7 @@ class TraceCells:
 
     def _is_shared(self, place: Place, column: Column) -> bool:
         """Return whether a row may serve this trace, too: those of a label differ by names alone that `share` states."""
-        if place.rule.kind not in ("score", "text") or place.name in _SHARED:
+        if place.rule.kind not in ("score", "text") or place.name in SHARED:
             return True
         if (names := self.settings.get(f"share.{place.name}")) is None:
             return False
