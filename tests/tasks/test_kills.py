@@ -19,7 +19,7 @@ from tracestore.convert import cutting
 from tracestore.store.maintain.verify import verify_store
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
-KILLS = int(os.environ.get("TRACESTORE_WORKER_KILLS", "3"))
+KILLS = int(os.environ.get("TRACESTORE_WORKER_KILLS", "2"))
 # The program with tasks of one source each, as the fixture small_tasks makes them in this process. Its end, too, is
 # that of the program: an interpreter that ends by itself has no handler of SIGINT.
 PROGRAM = "from tracestore.convert import cutting; cutting.MIN_BYTES = 1\nfrom tracestore.__main__ import run; run()"

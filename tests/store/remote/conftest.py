@@ -2,14 +2,26 @@
 
 import itertools
 import shutil
+from datetime import timedelta
 
 import pytest
 
 from tests.store.remote.server import BUCKET, Proxy, shared_server
 from tests.store.remote.stores import make_store, upload
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore.store")
 pytest.importorskip("moto")
+
+_from_url = obstore.from_url
+
+
+def _from_url_with_short_pauses(url, *, retry_config, **options):
+    pauses = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(seconds=15), "base": 2}
+    return _from_url(url, retry_config=retry_config | {"backoff": pauses}, **options)
+
+
+# As in tests/conftest.py: the servers of the tests recover at once.
+obstore.from_url = _from_url_with_short_pauses
 
 _numbers = itertools.count()
 
