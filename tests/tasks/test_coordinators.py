@@ -68,7 +68,7 @@ def test_the_coordinator_moves_metadata_only(memory, shape, num_traces):
     rng = np.random.default_rng(0)
     (memory / "data").mkdir()
     for k in range(0, num_traces, 4):
-        traces = [make_trace(k + i, layers=shape[0], tokens=shape[1], dim=shape[2], heads=9) for i in range(4)]
+        traces = [make_trace(k + i, layers=shape[0], tokens=shape[1], heads=9) for i in range(4)]
         for trace in traces:
             trace["hidden_states"] = list(rng.standard_normal(shape, "f4").astype("f2"))
         write_pickle(memory / "data" / f"{k:04d}.pkl", traces)
