@@ -1,7 +1,9 @@
 """Test `tracestore report`: contents of the page, and that text of the store is never interpreted."""
 
+import html
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +45,15 @@ def store(tmp_path_factory):
     return path
 
 
+def test_commands_name_traces_by_id(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for number, sample in ((2, 0), (0, 0), (0, 1), (1, 0)):
+            writer.append(make_trace(number) | {"question_id": str(number), "sample": sample}, label=number % 2)
+    report(tmp_path / "s.zarr", "--output", tmp_path / "r.html")
+    shown = re.findall(r"tracestore view \S+ ([^<]*)<", (tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert sorted(shown) == ["0", "0 --sample 1", "1", "2"]
+
+
 @pytest.fixture(scope="module")
 def page(store):
     path = store.parent / "r.html"
@@ -66,7 +77,7 @@ def test_page_shows_the_store(store, page):
         assert f'<th scope="row">{name}</th>' in text
     cards = re.findall(r'<div id="trace-(\d+)">', text)
     assert len(cards) == len(set(cards)) and set(re.findall(r'href="#trace-(\d+)"', text)) <= set(cards)
-    assert f"tracestore view {store} 30" in text
+    assert f"tracestore view {shlex.quote(str(store))} " + html.escape(shlex.quote(MALICIOUS)) in text
     sizes = text.partition("Files of the store by array")[2].partition("</table>")[0]
     shares = [float(s) for s in re.findall(r">([\d.]+) %</td></tr>", sizes)]
     assert sum(shares) == pytest.approx(100, abs=1)

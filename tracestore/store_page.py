@@ -17,7 +17,7 @@ from tracestore.pages.elements import Html, TableCell, card, cards, command, det
 from tracestore.pages.plots import Series, heat_map, histogram, plot
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT
-from tracestore.store.html import trace_facts, trace_texts
+from tracestore.store.html import trace_facts, trace_texts, view_command
 from tracestore.store.io.fsio import atomic_write, check_destination, map_os_errors
 from tracestore.store.maintain.lint import KINDS, LintReport, lint_traces
 from tracestore.store.read.store import TraceStore
@@ -279,8 +279,7 @@ def _trace_card(store: TraceStore, index: int, label: str, *, has_plot: bool = T
             else f"Each value is the maximum of a block of the {plural(trace.num_tokens, 'token')}.",
         )
         content.append(figure)
-    path, number = store.internals.origin(index)
-    content.append(command(f"tracestore view {shlex.quote(path)} {number}"))
+    content.append(command(view_command(store, index)))
     kind = label if label != "unlabeled" else None
     return element("div", card(f"Trace {index}", *content, badge=label, kind=kind), id=f"trace-{index}")
 

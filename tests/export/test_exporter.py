@@ -153,6 +153,19 @@ def test_last_tokens_round_trip(tmp_path):
         np.testing.assert_array_equal(found["sequences"][k].numpy(), store[k].last_token)
 
 
+def test_values_of_tokens_without_ids_become_extras_of_last_tokens(tmp_path):
+    trace = make_trace(0, tokens=4) | {"answer_span": (1, 3), "generated_mask": [0, 0, 1, 1]}
+    trace = {name: value for name, value in trace.items() if name != "tokens"}
+    write_store(tmp_path / "s.zarr", [trace, make_trace(1)])
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert store[0].answer_span == (1, 3) and store[0].tokens is None
+    one, two = round_trip(tmp_path, tmp_path / "s.zarr", "pt-lstm")
+    assert one == two
+    again = tracestore.open(tmp_path / "again.zarr")[0].extras
+    assert again["answer_span"] == [1, 3] and again["tokens_decoded"] == store[0].tokens_decoded
+    np.testing.assert_array_equal(again["generated_mask"], [0, 0, 1, 1])
+
+
 @pytest.mark.parametrize("source", ["attention", "square", "heads", "edges", "reversed edges"])
 def test_graphs_round_trip(tmp_path, source):
     import torch

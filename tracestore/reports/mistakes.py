@@ -1,6 +1,5 @@
 """The test traces that a detector gets most wrong, as cards."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -9,6 +8,7 @@ from tracestore.data.tokens.answers import answer_span
 from tracestore.evaluation.evaluate import RunScores
 from tracestore.evaluation.metrics import probability
 from tracestore.pages.elements import Html, card, cards, command, element, facts, join, paragraph, tokens
+from tracestore.store.html import view_command
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 
@@ -72,13 +72,10 @@ def _card(
         paragraph(element("strong", f"{name}: "), _cut(str(text))) for name, text in texts.items() if text is not None
     ]
     probabilities = {model: f"{of[index][0]:.3f}" for model, of in by_model.items() if index in of}
-    sample = ["--sample", str(trace.sample)] if trace.sample else []
-    path, _ = store.internals.origin(index)
-    opened = shlex.join(["tracestore", "view", path, trace.question_id, *sample])
     title = f"{trace.question_id}, sample {trace.sample}" if trace.sample else trace.question_id
     return card(
         title, *lines, _token_values(trace), paragraph("Probability of a hallucination:", kind="note"),
-        facts(probabilities), command(opened), badge=f"{kind}, predicted {predicted}", kind=kind,
+        facts(probabilities), command(view_command(store, index)), badge=f"{kind}, predicted {predicted}", kind=kind,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Stores and traces as HTML, for reports and notebooks."""
 
 import math
+import shlex
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,16 @@ def trace_facts(trace: Any) -> Html:
     parts += [f"group {escape_unprintable(trace.group, 100)}"] if trace.group else []
     parts.append(f"from {escape_unprintable(source, 200)}, trace {position}")
     return paragraph(", ".join(parts), kind="note")
+
+
+def view_command(store: Any, index: int) -> str:
+    """Return the command that shows a trace: by id, because a number may be the id of another trace."""
+    trace, (path, position) = store[index], store.internals.origin(index)
+    is_plain = trace.question_id.isprintable() and not trace.question_id.startswith("-")
+    name = (
+        [trace.question_id, *(["--sample", str(trace.sample)] if trace.sample else [])] if is_plain else [str(position)]
+    )
+    return shlex.join(["tracestore", "view", path, *name])
 
 
 def trace_texts(trace: Any) -> Html:

@@ -21,7 +21,7 @@ from tracestore.store.format import schema
 from tracestore.store.format.extra_fields import decode_extras
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.field_values import as_array, describe, field_error, optional_fields
-from tracestore.store.write.record import TraceRecord, record_from_dict
+from tracestore.store.write.record import PER_TOKEN, TraceRecord, record_from_dict
 
 # Fields of a line that `record_from_dict` checks, besides those with a value per token.
 _PLAIN = ("question_id", "sample", "tokens_decoded", "prompt_length", *schema.TEXT_FIELDS)
@@ -78,10 +78,8 @@ def _record(
     exported: ExportedFile, arrays: Arrays, line: Line, position: int, source_name: str, need_attention: bool | None
 ) -> TraceRecord:
     _check_id(exported, arrays, line, position)
-    values = {name: arrays[name] for name in arrays if name in ("tokens", *schema.TOKEN_FIELDS)}
-    values |= {name: value for name, value in line.items() if name in (*_PLAIN, *schema.OPTIONAL_FIELDS, "tokens")}
+    values, hidden, last = _values(arrays, line), arrays.get("hidden_states"), _last_token(arrays, line)
     optional = {name: values.pop(name) for name in schema.OPTIONAL_FIELDS if name in values}
-    hidden, last = arrays.get("hidden_states"), _last_token(arrays, line)
     edges = arrays.get("edges") if "edge_ptr" not in arrays else _edges(arrays, line)
     per_token = {name: values.pop(name) for name in values.keys() & _PER_TOKEN} if hidden is None else {}
     if hidden is not None and last is not None and last.dtype == np.float32 and hidden[0].dtype == schema.BFLOAT16:
@@ -101,6 +99,15 @@ def _record(
     if exported.has_values:
         _set_values(record, exported, line)
     return record
+
+
+def _values(arrays: Arrays, line: Line) -> dict[str, Any]:
+    """Return the values of a trace that are no states; those of tokens that the files lack become extras."""
+    values = {name: arrays[name] for name in arrays if name in ("tokens", *schema.TOKEN_FIELDS)}
+    values |= {name: value for name, value in line.items() if name in (*_PLAIN, *schema.OPTIONAL_FIELDS, "tokens")}
+    if "hidden_states" not in arrays and "tokens" not in values:
+        line["extras"] |= {name: values.pop(name) for name in PER_TOKEN if name in values}
+    return values
 
 
 def _check_id(exported: ExportedFile, arrays: Arrays, line: Line, position: int) -> None:

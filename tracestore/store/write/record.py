@@ -25,7 +25,7 @@ from tracestore.store.write.states import edges_of, last_token_of, layers_of, to
 # Ids are short. A field of a CSV file, which has an end, holds them.
 MAX_ID_CHARACTERS = 1 << 20
 # Fields with values per token, and those of answers and their tokens.
-_PER_TOKEN = ("tokens", "tokens_decoded", "attention_mask", "lengths", *schema.TOKEN_FIELDS, "answer_span")
+PER_TOKEN = ("tokens", "tokens_decoded", "attention_mask", "lengths", *schema.TOKEN_FIELDS, "answer_span")
 _OPTIONAL = frozenset(schema.OPTIONAL_FIELDS)
 _STATES, _ATTENTION = (vocabulary.FIELDS[name].of_layer for name in ("hidden_states", "attentions"))
 # Two names for one claim.
@@ -172,7 +172,7 @@ def record_from_dict(
         _set_tokens(record, fields)
     elif "last_token" in fields:
         # Values per token belong to tokens that have no hidden states here.
-        extras |= {name: fields.pop(name) for name in _PER_TOKEN if name in fields}
+        extras |= {name: fields.pop(name) for name in PER_TOKEN if name in fields}
     else:
         raise InvalidInputError("missing key", field="hidden_states")
     if "last_token" in fields:
