@@ -79,7 +79,8 @@ def described_run(
     parts = _kept_parts(kept, groups, owned, lines)
     of_kept = {path for part in parts for path in part.files.values()}
     groups = [(named, {n: p for n, p in files.items() if p not in of_kept}) for named, files in groups]
-    parts += _found_parts([group for group in groups if group[1]], owned, lines, settings, output, has_scores_file)
+    groups = [group for group in groups if group[1]]
+    parts += _found_parts(groups, owned, lines, settings, output, has_scores_file=has_scores_file, is_all=not parts)
     run = DescribedRun(parts, {path: k for k, path in enumerate(paths)}, found, is_builtin=True)
     if not run.sources:
         raise NoSourceError(f"{arguments[0]}: no trace file in this folder; name a file of another suffix")
@@ -171,12 +172,14 @@ def _found_parts(
     lines: Mapping[str, str],
     settings: Mapping[str, Any],
     output: Output,
+    *,
     has_scores_file: bool,
+    is_all: bool,
 ) -> list[Part]:
     """Return the parts of files by built-in layouts, or by those that are proved; print what is proposed.
 
-    Where the files of an argument prove none, those of all arguments may: a table may lie apart from its traces. Lines
-    to paste are for all files, as a stated layout is, unless two have one name.
+    Where some files prove none, all files may: a table may lie apart from its traces. Lines to paste are for all files,
+    as a stated layout is, unless two have one name, or some are of an export or, without `is_all`, of a kept layout.
     """
     parts: list[Part] = []
     messages: list[str] = []
@@ -184,7 +187,7 @@ def _found_parts(
     @cache
     def all_files() -> dict[str, Path]:
         together = _together(groups)
-        is_one = len(together) == 1 < len(groups) and not exported_sources(together[0])[0]
+        is_one = is_all and len(together) == 1 and not exported_sources(together[0])[0]
         return _without_scores(together[0], owned) if is_one else {}
 
     def rest(files: Mapping[str, Path]) -> Layout | InvalidInputError:
@@ -192,13 +195,13 @@ def _found_parts(
         from tracestore.ingest.propose.proposal import propose
 
         proposal, alone = propose(files, settings), ""
-        if proposal.layout is None and all_files():
+        if proposal.layout is None and len(all_files()) > len(files):
             proposal = propose(all_files(), settings)
             if proposal.layout is not None and not lines:
                 messages[:] = [proposal.message()]
                 raise _AllProveError(proposal.layout)
-        elif len(groups) > 1:
-            alone = f"; convert the sources one after the other: the lines are for that of {next(iter(files.values()))}"
+        elif not all_files():
+            alone = f"; the lines are for {next(iter(files.values()))} and the like: convert them alone"
         messages.append(proposal.message())
         if proposal.layout is not None and not lines:
             return proposal.layout

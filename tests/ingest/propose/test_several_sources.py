@@ -64,7 +64,7 @@ def test_lines_are_said_to_be_for_one_source_if_names_repeat(tmp_path, is_proved
 
     refused = error_of("convert", one[0], tmp_path / "two", tmp_path / "s.zarr", code=3)
 
-    assert "one after the other: the lines are for that of" in refused
+    assert "and the like: convert them alone" in refused
 
 
 def test_the_kept_layout_reads_all_sources(tmp_path):
@@ -77,3 +77,30 @@ def test_the_kept_layout_reads_all_sources(tmp_path):
     convert(*sources, tmp_path / "s.zarr")
 
     assert labels(tmp_path / "s.zarr") == changed
+
+
+def test_lines_to_paste_are_for_the_files_of_a_tool_too(tmp_path):
+    """One file has as many layers as tokens, which its tool does not allow."""
+    for k, tokens in enumerate((4, 3, 5)):
+        trace = {"hidden_states": states(3, tokens, 8, seed=k), "tokens": np.arange(tokens)}
+        dump(tmp_path / f"in/q{k}.pkl", trace | {"token_logprob": -np.ones(tokens)})
+
+    shown = convert(tmp_path / "in", tmp_path / "s.zarr", check=None)
+
+    if shown.returncode:
+        flags = shlex.split(" ".join(re.findall("--field .*", shown.stdout.split("\n2. ")[0])))
+        convert(tmp_path / "in", tmp_path / "s.zarr", *flags)
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 3
+
+
+def test_lines_next_to_files_of_a_kept_layout_are_said_to_be_for_others(tmp_path):
+    acts = write(tmp_path / "in", is_proved=False)[0]
+    tracestore.convert_files(
+        [tmp_path / "in"],
+        tmp_path / "s.zarr",
+        layout=LINES
+        | {"hidden_states": "acts/{id}.npz : hs -> L S D", "is_correct": "judge/labels.csv : [id=qid]/is_correct"},
+    )
+    dump(acts / "p0.pkl", {"other": states(2, 4, 8)})
+
+    assert "and the like: convert them alone" in error_of("convert", tmp_path / "in", tmp_path / "s.zarr", code=3)
