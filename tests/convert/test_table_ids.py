@@ -10,7 +10,7 @@ from tests.helpers import command, convert, error_of, field_flags, make_traces, 
 from tracestore.convert import cutting
 from tracestore.convert.scoring import Scoring
 from tracestore.ingest.execute.join import texts_agree
-from tracestore.store.write.writer import StoreWriter
+from tracestore.store.write.keys import KeyResolver
 
 BOTH = "such as 'x0', and none of them in the traces, which have ids such as 'q0'"
 
@@ -264,9 +264,9 @@ def test_a_continued_overwrite_does_not_compare_the_questions_of_the_replaced_st
 
 @pytest.mark.parametrize("way", ["score", "convert"])
 def test_only_questions_of_traces_with_another_value_are_read(tmp_path, monkeypatch, way):
-    folder, read, question_of = questions_and_scores(tmp_path, OWN), [], StoreWriter.question_of
+    folder, read, question_of = questions_and_scores(tmp_path, OWN), [], KeyResolver.question_of
     convert(folder, tmp_path / "s.zarr")
-    monkeypatch.setattr(StoreWriter, "question_of", lambda self, k: read.append(k) or question_of(self, k))
+    monkeypatch.setattr(KeyResolver, "question_of", lambda self, k: read.append(k) or question_of(self, k))
     path = folder / "scores.csv"
     words = ["score", tmp_path / "s.zarr", "--scores", path] if way == "score" else [way, folder, tmp_path / "s.zarr"]
     command(*words, check=0)

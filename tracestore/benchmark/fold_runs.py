@@ -255,7 +255,8 @@ def measure_all(
                     result = pool.submit(measure_detector, *job).result()
                 except BrokenProcessPool:  # A process was killed: all of the pool end, whichever it was.
                     result = _measure_apart(job, cancelled)
-        activity.log(f"{result.name}: {result.error or _costs(result)}")
+        costs = [f"{result.fit_s + result.score_s:.1f} s", *result.notes]
+        activity.log(f"{result.name}: {result.error or '; '.join(costs)}")
         return result
 
     if workers == 1 or len(names) == 1:
@@ -272,10 +273,6 @@ def measure_all(
         threads.shutdown(wait=False, cancel_futures=True)
         pool.shutdown(cancel_futures=True)
         threads.shutdown()
-
-
-def _costs(result: Measured) -> str:
-    return "; ".join([f"{result.fit_s + result.score_s:.1f} s", *result.notes])
 
 
 def _measure_apart(job: _Job, cancelled: threading.Event) -> Measured:

@@ -4,13 +4,16 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tracestore.console import float_where, int_ranges, positive_int
+from tracestore.errors import UsageError
 from tracestore.store.format.labels import THRESHOLD_HELP
 from tracestore.store.format.provenance import ALLOW_FLAG, ALLOW_HELP
+from tracestore.store.io.files import parse_location
 
 _NUMBER = float_where(math.isfinite, "a number")
 # Arguments by the type of the field.
@@ -71,10 +74,17 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", metavar="STORE", help="folder or URL of a store")
 
 
-def add_stores(parser: argparse.ArgumentParser, type: Callable[[str], Any]) -> None:
+def add_stores(parser: argparse.ArgumentParser) -> None:
     """Add the argument STORE, which may be several."""
     text = "folder or URL of a store; several are read as one"
-    parser.add_argument("stores", metavar="STORE", nargs="+", type=type, help=text)
+    parser.add_argument("stores", metavar="STORE", nargs="+", type=parse_location, help=text)
+
+
+def require_existing(*locations: object, what: str = "store") -> None:
+    """Raise UsageError if a path on this machine does not exist."""
+    for location in locations:
+        if isinstance(location, Path) and not location.exists():
+            raise UsageError(f"{location}: no such {what}")
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
@@ -96,9 +106,4 @@ def add_allow_mixed_provenance(parser: argparse.ArgumentParser) -> None:
 def add_score(parser: argparse.ArgumentParser) -> None:
     """Add --score and --score-threshold."""
     parser.add_argument("--score", metavar="NAME", help="named score to use (default: the store's)")
-    add_score_threshold(parser)
-
-
-def add_score_threshold(parser: argparse.ArgumentParser) -> None:
-    """Add --score-threshold."""
     parser.add_argument("--score-threshold", type=_NUMBER, metavar="T", help=THRESHOLD_HELP)

@@ -308,7 +308,7 @@ class Conversion:
             attention=stored["attention"],
             keep_dtype=stored["dtype"] == "keep",
             max_memory=budget // (4 * max(4, threads)),
-            scratch=writer.scratch,
+            scratch=writer.target.scratch,
             # The queue decides how far the other threads get while the first file is written.
             max_waiting=budget // 2,
             skip_bad=self._options.skip_bad,
@@ -321,7 +321,7 @@ class Conversion:
                 except InvalidInputError as error:
                     self._refuse(writer, stream, error.with_location(source=stream.source.name), progress)
                 if (commits := ends.get(stream.source.name)) is not None:
-                    with fsio.map_os_errors(writer.path):
+                    with fsio.map_os_errors(writer.target.path):
                         writer.end_segments()
                     if commits:
                         self.described.commit(writer)
@@ -333,7 +333,9 @@ class Conversion:
     def _budget(self, writer: StoreWriter) -> int:
         """Return what the segments leave of the memory budget."""
         budget = self._options.memory_budget
-        return budget if isinstance(self.store, Path) else budget_beside(writer.scratch, budget, self._most_pending)
+        return (
+            budget if isinstance(self.store, Path) else budget_beside(writer.target.scratch, budget, self._most_pending)
+        )
 
     def _close_accounts(self, writer: StoreWriter) -> None:
         """Close the accounts of the layouts and of the scores file, when all sources are read."""
@@ -436,7 +438,7 @@ class Conversion:
                 what = "its labels are not all stored"
             self._notes.read_again(name, what)
         added = SourceCounts()
-        with fsio.map_os_errors(writer.path, lambda: size):
+        with fsio.map_os_errors(writer.target.path, lambda: size):
             traces = self._traces_to_store(stream)
             first = next(traces, None)
             facts = first.facts_of(0) if isinstance(first, TraceBlock) else first
@@ -472,9 +474,9 @@ class Conversion:
                 stream.stop()
                 writer.abort_source()
                 raise
-        report.num_conflicts += writer.num_source_conflicts
+        report.num_conflicts += writer.keys.num_conflicts
         # A source with refused traces is read again by the next conversion, which may have other options.
-        keeps = self._options.on_conflict == "keep-first" and writer.num_source_conflicts + added.num_removing
+        keeps = self._options.on_conflict == "keep-first" and writer.keys.num_conflicts + added.num_removing
         end = partial_fingerprint(digest) if added.refused else partial_fingerprint(digest, KEPT) if keeps else None
         writer.end_source(end)
         self._shared.end_source()
@@ -488,7 +490,7 @@ class Conversion:
         self, writer: StoreWriter, packed: PackedTrace, provenance: Provenance | None, added: SourceCounts
     ) -> None:
         """Add a trace to the open source, or to the refused ones."""
-        record, conflicts = packed.record, writer.num_source_conflicts
+        record, conflicts = packed.record, writer.keys.num_conflicts
         key = record.question_id, record.sample
         known, is_pending = writer.index.find(*key), writer.is_pending(key)
         try:
@@ -500,14 +502,14 @@ class Conversion:
                 found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
             is_new = writer.append_packed(packed, scores=scores, group=group)
-            is_conflict = writer.num_source_conflicts > conflicts
+            is_conflict = writer.keys.num_conflicts > conflicts
             # A trace that keep-first leaves out gives no values; one whose label alone differs may still add states.
             if is_new or not is_conflict or self._options.on_conflict == "keep-last":
                 self.described.added(
                     record,
                     is_new=is_new,
                     is_known=known >= 0 or is_pending,
-                    is_replaced=writer.has_replaced,
+                    is_replaced=writer.keys.has_replaced,
                     loses=known >= 0 and not self._shared.has_absent(known),
                 )
                 if known >= 0:

@@ -138,7 +138,7 @@ class _Packing:
         numbers = [n.view(s) for n, s in zip(torch.arange(total).split(self.sizes), self.shapes, strict=True)]
         names = [name for name, _ in readers[0].named_parameters()]
         # Name -> (R, *shape of the parameter)
-        by_name = dict(zip(names, map(torch.stack, zip(*_chunks(numbers, len(names)), strict=True)), strict=True))
+        by_name = {name: torch.stack(numbers[k :: len(names)]) for k, name in enumerate(names)}
 
         def blocks(number: torch.Tensor, columns: int) -> torch.Tensor:
             """Return (4 R H, columns R H) for (R, 4 H, columns H): gates and columns of each reader apart."""
@@ -146,7 +146,7 @@ class _Packing:
             out.diagonal(dim1=1, dim2=4).copy_(number.view(R, 4, H, columns, H).permute(1, 2, 3, 4, 0))
             return out.view(4 * R * H, -1)
 
-        self._parts: list[list[torch.Tensor]] = []
+        parts: list[list[torch.Tensor]] = []
         for k in range(len(cast(LayerLSTM, readers[0]).lstm.layers)):
             matrices, biases = [], []
             for direction in ("", "_reverse"):
@@ -158,19 +158,18 @@ class _Packing:
                 by_gate = w_ih.view(R, 4, H, -1).transpose(0, 1).reshape(4 * R * H, -1)
                 matrices += [by_gate if k == 0 else blocks(w_ih, 2), blocks(w_hh, 1)]
                 biases += [b.view(R, 4, H).transpose(0, 1).reshape(-1) for b in (b_ih, b_hh)]
-            self._parts.append([*matrices, *biases])
-        self._num_lstms = len(self._parts)
+            parts.append([*matrices, *biases])
+        self._num_lstms = len(parts)
         heads = []
         for k in (0, 3, 6):
             heads += [by_name[f"head.{k}.weight"].transpose(1, 2), by_name[f"head.{k}.bias"][:, None]]
-        self._parts.append(heads)
-        self.part_shapes = [[t.shape for t in part] for part in self._parts]
-        gathered = [torch.cat([t.reshape(-1) for t in part]) for part in self._parts]
+        parts.append(heads)
+        self.part_shapes = [[t.shape for t in part] for part in parts]
+        gathered = [torch.cat([t.reshape(-1) for t in part]) for part in parts]
         whole = torch.cat(gathered)
         places = torch.empty(total, dtype=torch.int64)
         places[whole[whole < total]] = torch.arange(len(whole))[whole < total]
         self.gathered, self.places = [g.to(device) for g in gathered], places.to(device)
-        del self._parts
 
     def weights(
         self, parameters: Sequence[torch.Tensor]
@@ -183,10 +182,6 @@ class _Packing:
             lstms.append([ih, hh, *biases[:2], ih_reverse, hh_reverse, *biases[2:]])
         heads = tensors[8 * self._num_lstms :]
         return lstms, list(zip(heads[::2], heads[1::2], strict=True))
-
-
-def _chunks(values: list[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
-    return [values[k : k + size] for k in range(0, len(values), size)]
 
 
 class _Pack(torch.autograd.Function):

@@ -105,11 +105,6 @@ def content(
     }
 
 
-def is_fitted_detector(saved: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint has the content of `content`."""
-    return "detector_version" in saved
-
-
 def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
     """Return the detector of a checkpoint, which is untrusted data.
 

@@ -16,7 +16,7 @@ from tracestore.detectors.interface import answer_positions
 from tracestore.detectors.model_config import ModelConfig, Precision
 from tracestore.detectors.models import DetectorModel
 from tracestore.detectors.registry import MODELS, make_model
-from tracestore.detectors.saved import FittedDetector, check_shape, from_content, is_fitted_detector
+from tracestore.detectors.saved import FittedDetector, check_shape, from_content
 from tracestore.errors import InsufficientMemoryError, UsageError
 from tracestore.evaluation.metrics import probability
 from tracestore.oom.guard import OOMGuard
@@ -107,7 +107,7 @@ def load_detector(path: Path) -> TrainedDetector | FittedDetector:
         The file is damaged, not a detector, or of another version.
     """
     saved = load_checkpoint(path)
-    if is_fitted_detector(saved):
+    if "detector_version" in saved:  # of content()
         return from_content(saved, path)
     version = saved.get("version")
     if "model_config" not in saved or not isinstance(version, int):

@@ -78,7 +78,7 @@ class ChangedValues:
         """Rule 13b: the question of each trace with another value now is that of its row in a scores file."""
         index = self._writer.index
         for k in self._updates if file.questions else ():
-            file.check_question(index.question_id(k), index.row(k).sample, self._writer.question_of(k))
+            file.check_question(index.question_id(k), index.row(k).sample, self._writer.keys.question_of(k))
 
     def commit(self, closed: Collection[int] = ()) -> None:
         """Store the values; the sources of these numbers have all of theirs then."""

@@ -12,11 +12,6 @@ from tracestore.errors import InvalidInputError
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, HALLUCINATION
 
-
-class UnknownVerdictError(InvalidInputError):
-    """A key looks like a label or score by its name and value, and is no field."""
-
-
 # Kinds of values.
 FLOATS, INTEGERS, NUMBERS, TEXT = "floats", "integers", "numbers", "text"
 LABEL, SCORE, OBJECT = "label", "score", "object"
@@ -229,31 +224,23 @@ def split_fields(trace: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
             fields[name] = others.pop(key)
     for key in suspects:
         if is_verdict(trace[key]):
-            raise UnknownVerdictError(_advice(key, trace[key]), field=key)
+            raise InvalidInputError(_advice(key, trace[key]), field=key)
     return fields, others
 
 
-class _Plan(NamedTuple):
-    """The fields of dicts with the same keys, their other keys, other names of fields, and keys named as labels."""
-
-    names: tuple[str, ...]
-    others: tuple[str, ...]
-    other_names: tuple[tuple[str, str], ...]
-    suspects: tuple[str, ...]
-
-
 @lru_cache(maxsize=1 << 10)
-def _plan(keys: tuple[Any, ...]) -> _Plan:
+def _plan(keys: tuple[Any, ...]) -> tuple[list[str], list[str], list[tuple[str, str]], list[str]]:
+    """Return the fields of dicts with the same keys, their other keys, other names of fields, and keys named as labels."""
     for key in keys:
         if not isinstance(key, str):
             raise InvalidInputError(f"found a key of type {type(key).__name__}, expected str")
         if key in _OF_SEVERAL:
             found = f"found {key}, which a file of several traces has, expected {FILE_FIELDS[key].stored} of one trace"
             raise InvalidInputError(found, field=key)
-    others = tuple(key for key in keys if key not in FIELDS or key in KEPT)
-    other_names = tuple(pair for pair in _OTHER_NAMES if pair[1] in others and pair[0] in FIELDS)
+    others = [key for key in keys if key not in FIELDS or key in KEPT]
+    other_names = [pair for pair in _OTHER_NAMES if pair[1] in others and pair[0] in FIELDS]
     suspects = [key for key in others if key not in FIELDS and is_named_as_verdict(key)]
-    return _Plan(tuple(key for key in keys if key in FIELDS), others, other_names, tuple(suspects))
+    return [key for key in keys if key in FIELDS], others, other_names, suspects
 
 
 def is_named_as_verdict(key: str) -> bool:

@@ -217,10 +217,10 @@ class _Commit(Conversion):
 
     def _remove_plan(self, writer: StoreWriter, report: ConvertReport) -> None:
         if self._workers is not None or report.num_sources_skipped or report.num_traces_refused:
-            writer.remove_files(self._plan.with_receipts())  # No later plan must find what was refused.
+            writer.target.remove_files(self._plan.with_receipts())  # No later plan must find what was refused.
         else:
             # Another coordinator of the plan may still read the receipts, which the next plan removes.
-            writer.remove_files([paths.plan(self._plan.digest)])
+            writer.target.remove_files([paths.plan(self._plan.digest)])
 
     def has_attention(self) -> bool | None:
         """Return what the plan has found."""

@@ -388,5 +388,5 @@ def new_plan(
             output.info(note)
         plan = TaskPlan(files, json.dumps(facts, sort_keys=True, indent=0).encode())
         files.remove(_unused_receipts(files, files.times(), plan.tasks()))
-        writer.keep_file(paths.plan(plan.digest), plan.data)
+        writer.target.keep_file(paths.plan(plan.digest), plan.data)
     return plan

@@ -222,7 +222,7 @@ def test_a_trace_that_comes_back_has_the_segment_of_before(tmp_path):
                 add_source(writer, f"{number}", [given])
                 writer.commit() if split_bytes > 1 else None
             writer.commit()
-            assert len(os.listdir(writer.path / "segments")) == 2
+            assert len(os.listdir(writer.target.path / "segments")) == 2
             writer.replace_existing()
         check(path, [trace])
 

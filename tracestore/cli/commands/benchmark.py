@@ -11,7 +11,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from tracestore.cli.flags import add_allow_mixed_provenance, add_flags, values
+from tracestore.cli.flags import add_allow_mixed_provenance, add_flags, require_existing, values
 from tracestore.console import Output, Parser, Progress, int_between, positive_int
 from tracestore.errors import UsageError
 from tracestore.extras import require
@@ -74,9 +74,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Run the detectors, and print the tables."""
-    for store in args.stores:
-        if isinstance(store, Path) and not store.exists():
-            raise UsageError(f"{store}: no such store")
+    require_existing(*args.stores)
     scores = dict(map(_named_file, args.scores))
     if len(scores) != len(args.scores):
         raise UsageError("--scores: a name is given twice")

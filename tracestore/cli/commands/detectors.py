@@ -7,10 +7,9 @@ Example: tracestore detectors store.zarr
 """
 
 import argparse
-from pathlib import Path
 
+from tracestore.cli.flags import require_existing
 from tracestore.console import Output, Parser
-from tracestore.errors import UsageError
 from tracestore.store.io.files import parse_location
 
 
@@ -21,8 +20,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Print one line for each detector, and then its description, cost and reference."""
-    if isinstance(args.store, Path) and not args.store.exists():
-        raise UsageError(f"{args.store}: no such store")
+    require_existing(args.store)
     from tracestore.detectors.apart import list_detectors
     from tracestore.store.read.store import open_store
 

@@ -10,11 +10,16 @@ Example: tracestore predict other.zarr --checkpoint results/gnn_det_lstm/best.pt
 import argparse
 from pathlib import Path
 
-from tracestore.cli.flags import add_allow_mixed_provenance, add_num_threads, add_overwrite, add_stores, values
+from tracestore.cli.flags import (
+    add_allow_mixed_provenance,
+    add_num_threads,
+    add_overwrite,
+    add_stores,
+    require_existing,
+    values,
+)
 from tracestore.console import Output, Parser, Progress, positive_int
-from tracestore.errors import UsageError
 from tracestore.store.io.destinations import check_output_file
-from tracestore.store.io.files import parse_location
 from tracestore.words import parse_size, plural
 
 
@@ -22,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="checkpoint of tracestore train or benchmark")
-    add_stores(parser, parse_location)
+    add_stores(parser)
     text = "the file (.csv), which appears when all traces are scored"
     add("--output", type=Path, default=Path("predictions.csv"), metavar="FILE", help=text)
     add_overwrite(parser)
@@ -36,9 +41,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Write the scores and print a summary."""
-    for path, what in ((args.checkpoint, "checkpoint"), *((store, "store") for store in args.stores)):
-        if isinstance(path, Path) and not path.exists():
-            raise UsageError(f"{path}: no such {what}")
+    require_existing(args.checkpoint, what="checkpoint")
+    require_existing(*args.stores)
     check_output_file(args.output, (".csv",), overwrite=args.overwrite, inputs=[args.checkpoint, *args.stores])
     # Imported here, because torch takes seconds to import and wrong usage is reported before.
     from tracestore.inference.predict import predict_store

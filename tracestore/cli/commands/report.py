@@ -13,13 +13,12 @@ import tracestore
 from tracestore.cli.flags import add_allow_mixed_provenance, add_overwrite, add_score, add_stores
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.io.destinations import check_output_file
-from tracestore.store.io.files import parse_location
 from tracestore.store_page import write_report
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    add_stores(parser, parse_location)
+    add_stores(parser)
     add_allow_mixed_provenance(parser)
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="the page, .html; replaces one of tracestore"

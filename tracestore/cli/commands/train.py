@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tracestore.cli.flags import add_flags, add_num_threads, add_stores, option_names, values
+from tracestore.cli.flags import add_flags, add_num_threads, add_stores, option_names, require_existing, values
 from tracestore.console import Output, Parser, Progress
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
 from tracestore.errors import RankFailedError, UsageError
 from tracestore.experiment.train_options import TrainOptions
 from tracestore.extras import require
-from tracestore.store.io.files import parse_location
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.train.config import TrainConfig
 
@@ -25,7 +24,7 @@ from tracestore.train.config import TrainConfig
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add_stores(parser, parse_location)
+    add_stores(parser)
     text = "folder for checkpoints, results.json and report.html"
     add("--output", "--output-dir", type=Path, default=Path("results"), metavar="DIR", help=text)
     for name in DEFAULT_MODELS:
@@ -128,9 +127,7 @@ def _selected_models(args: argparse.Namespace) -> tuple[str, ...]:
         raise UsageError(f"--twins needs a model that has a twin, found {', '.join(models)}")
     if args.seed + (args.seeds or 1) > 2**32:
         raise UsageError(f"found --seed {args.seed}, --seeds {args.seeds}; the last seed must be below 2^32")
-    for store in args.stores:
-        if isinstance(store, Path) and not store.exists():
-            raise UsageError(f"{store}: no such store")
+    require_existing(*args.stores)
     return models
 
 

@@ -2,7 +2,6 @@
 
 import math
 import mmap
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.platform_support import preallocate
+from tracestore.store.io.fsio import pwritev_all
 
 
 class Scratch:
@@ -55,10 +55,8 @@ class ScratchFile:
 
     def write(self, chunk: memoryview) -> None:
         """Append bytes."""
-        while len(chunk):
-            written = os.pwrite(self._file.fileno(), chunk, self._position)
-            self._position += written
-            chunk = chunk[written:]
+        pwritev_all(self._file.fileno(), [chunk], self._position)
+        self._position += len(chunk)
 
     def finish(self) -> memoryview:
         """Return a read-only map of the bytes, which lives as long as a view of it."""

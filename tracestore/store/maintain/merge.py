@@ -111,7 +111,7 @@ def merge_stores(
         transfers = [Transfer(store, indices, writer) for store, indices in zip(opened, new, strict=True)]
         if writer.attributes.options["codec"] == "none" and isinstance(parse_location(destination), Path):
             needed = sum(transfer.needed_bytes() for transfer in transfers)
-            require_free_bytes(writer.path, needed, f"a copy of {plural(total, 'trace')}")
+            require_free_bytes(writer.target.path, needed, f"a copy of {plural(total, 'trace')}")
         for name, field in score_fields.items():
             if name not in writer.attributes.scores or writer.attributes.scores[name].direction != field.direction:
                 writer.define_score(name, field)

@@ -41,7 +41,7 @@ class Transfer:
     def needed_bytes(self) -> int:
         """Return the bytes that the destination needs at least, without compression. Hard links need none."""
         new, path = self._new, self._store.path
-        if isinstance(path, Path) and path.stat().st_dev == self._writer.path.stat().st_dev:
+        if isinstance(path, Path) and path.stat().st_dev == self._writer.target.path.stat().st_dev:
             numbers = self._store.internals.index.locations(new)[:, (GRAPH_SEGMENT, SEQUENCE_SEGMENT)]
             new = new[~np.isin(numbers, [-1, *self._num_rows]).all(axis=1)]
         return int(large_array_bytes(self._store, new).sum())

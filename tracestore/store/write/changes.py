@@ -38,6 +38,10 @@ class Changes:
 
     Attributes
     ----------
+    target : CommitTarget
+        The store.
+    keys : KeyResolver
+        The keys of the generation and of the pending changes.
     attributes : schema.Attributes
         Those of the store after the next commit.
     num_added : int
@@ -50,7 +54,7 @@ class Changes:
     attributes: schema.Attributes
 
     def __init__(self, target: CommitTarget, on_conflict: OnConflict, allow_mixed_provenance: bool) -> None:
-        self._target = target
+        self.target = target
         self._on_conflict: OnConflict = on_conflict
         self._allow_mixed_provenance = allow_mixed_provenance
         self.num_added = 0
@@ -75,8 +79,8 @@ class Changes:
         self.attributes = self.manifest.attributes
         self._undo: list[Callable[[], None]] | None = None
         self._pending = Pending()
-        self._keys = KeyResolver(
-            self._target.files, self.index, self._paths, self._pending, self._on_conflict, self.read_columns, self._past
+        self.keys = KeyResolver(
+            self.target.files, self.index, self._paths, self._pending, self._on_conflict, self.read_columns, self._past
         )
 
     @property
@@ -93,14 +97,10 @@ class Changes:
         """Return the scores, labels and groups of the committed traces."""
         return self._generation.columns
 
-    def question_of(self, index: int) -> str | None:
-        """Return the question of a committed trace, None if it has none."""
-        return self._keys.question_of(index)
-
     def _advance(self, generation: PinnedGeneration) -> None:
         """Continue without changes from the generation that they have become."""
         num_known = self.manifest.num_sources
-        self._past = self._keys.past | self._past
+        self._past = self.keys.past | self._past
         self.num_added += len(self._pending.rows)
         self._generation.close()
         self._start(generation, num_known)
@@ -123,15 +123,13 @@ class Changes:
         pending, known = self._pending, self._generation
         if not _continues(known, generation):
             # Sources were left out because the replaced store had them.
-            raise StoreLockedError(
-                f"{self._target.location}: another writer has replaced the store; repeat the command"
-            )
+            raise StoreLockedError(f"{self.target.location}: another writer has replaced the store; repeat the command")
         options = self.attributes.options
         if generation.manifest.attributes.options != options:
             stored = generation.manifest.attributes.options
             name = next(name for name in options if options[name] != stored.get(name))
             raise UsageError(
-                f"{self._target.location}: another writer has created the store with --{name} {stored[name]}, "
+                f"{self.target.location}: another writer has created the store with --{name} {stored[name]}, "
                 f"not {options[name]}"
             )
         known.close()
@@ -208,23 +206,13 @@ class Changes:
     def check_provenance(self, provenances: Iterable[Provenance]) -> None:
         """Raise UsageError if sources with these provenances conflict with each other or with the store."""
         if not self._allow_mixed_provenance:
-            require_compatible(self.attributes.provenance, provenances, str(self._target.location))
+            require_compatible(self.attributes.provenance, provenances, str(self.target.location))
 
     @property
     def source_has_changes(self) -> bool:
         """True if the open source has added or completed a trace."""
         # The first step reverts begin_source(), and new rows.
         return self._undo is not None and (len(self._undo) > 1 or self._pending.sources[-1].num_traces > 0)
-
-    @property
-    def num_source_conflicts(self) -> int:
-        """Number of traces of the open source whose key existed with different content."""
-        return self._keys.num_conflicts
-
-    @property
-    def has_replaced(self) -> bool:
-        """True if the last trace has replaced one with other content."""
-        return self._keys.has_replaced
 
     def _begin(self, source: PendingSource) -> None:
         """Begin a source."""
@@ -238,7 +226,7 @@ class Changes:
         self.attributes, source.provenance = attributes.with_provenance(stated)
         source.num_traces = source.num_skipped = 0
         self._undo, self._num_steps = [], num_steps
-        self._keys.begin_source(self._undo)
+        self.keys.begin_source(self._undo)
 
         def restore() -> None:
             self.attributes = attributes
@@ -309,13 +297,13 @@ class Changes:
         InvalidInputError
             If the trace does not fit the store.
         """
-        num_conflicts = self._keys.num_conflicts
+        num_conflicts = self.keys.num_conflicts
         try:
             attributes = self.attributes if trace is None else fit_attributes(self.attributes, trace)
-            groups = self._keys.resolve_known(record) if trace is None else self._keys.resolve_new(trace)
-            is_rejected = not groups and self._keys.num_conflicts > num_conflicts
-            label = math.nan if is_rejected else self._keys.resolve_label(record)
-            self._keys.num_conflicts = min(self._keys.num_conflicts, num_conflicts + 1)  # a trace is one
+            groups = self.keys.resolve_known(record) if trace is None else self.keys.resolve_new(trace)
+            is_rejected = not groups and self.keys.num_conflicts > num_conflicts
+            label = math.nan if is_rejected else self.keys.resolve_label(record)
+            self.keys.num_conflicts = min(self.keys.num_conflicts, num_conflicts + 1)  # a trace is one
             self.attributes = attributes
         except InvalidInputError as error:
             raise error.with_location(position=record.position) from None
@@ -324,7 +312,7 @@ class Changes:
     def _append(self, trace: PackedTrace, split_bytes: int) -> WrittenPlace:
         """Append a trace to the last segment, or to a new one if that has `split_bytes` with it, and return its place."""
         if trace.segment is not None:
-            self._pending.place(trace.segment, self.manifest.num_segments, self._target.new_folder)
+            self._pending.place(trace.segment, self.manifest.num_segments, self.target.new_folder)
             return trace.segment, trace.row
         segments = self._pending.segments
         segment = next(iter(segments[-1:]), None)
@@ -333,23 +321,23 @@ class Changes:
             segment = None
         if not isinstance(segment, SegmentWriter) or segment.name:
             number = self.manifest.num_segments + len(segments)
-            segments.append(segment := self._segment_type(self._target.new_folder(), number, self.attributes))
+            segments.append(segment := self._segment_type(self.target.new_folder(), number, self.attributes))
         segment.append(trace, self.attributes)
         return segment, len(segment) - 1
 
     def _accept(self, entry: Entry, groups: set[int], label: float) -> None:
         """Add a trace to the open source; `groups` and `label` are those of resolve()."""
         source = self._pending.sources[-1]
-        source.num_skipped += self._keys.path_of(entry.record) not in (None, source.path)
+        source.num_skipped += self.keys.path_of(entry.record) not in (None, source.path)
         if not groups:
-            self._keys.set_label(entry.record, label)
+            self.keys.set_label(entry.record, label)
             return
         assert entry.trace is not None
         assert entry.segment is not None
         number = self.manifest.num_sources + len(self._pending.sources) - 1
         location = location_of(entry.trace, groups, entry.segment.number, entry.row, number)
         source.num_traces += 1
-        self._keys.add_location(entry.trace.record, location, groups, entry.given._replace(label=label))
+        self.keys.add_location(entry.trace.record, location, groups, entry.given._replace(label=label))
 
     def fits(self, block: TraceBlock) -> bool:
         """Return whether all traces of a block fit the store and have keys that it does not know."""
@@ -357,17 +345,17 @@ class Changes:
             block.fit_attributes(self.attributes)
         except InvalidInputError:
             return False
-        return self._keys.are_new(block.keys)
+        return self.keys.are_new(block.keys)
 
     def append_block(self, block: TraceBlock) -> None:
         """Add a block for which fits() is true to the open source, with its scores, labels and groups."""
-        self._pending.place(block.segment, self.manifest.num_segments, self._target.new_folder)
+        self._pending.place(block.segment, self.manifest.num_segments, self.target.new_folder)
         self._pending.sources[-1].entries.append(block)
         self._add_block(block)
 
     def _add_block(self, block: TraceBlock) -> None:
         self.attributes = block.fit_attributes(self.attributes)
-        self._keys.add_new(block, self.manifest.num_sources + len(self._pending.sources) - 1)
+        self.keys.add_new(block, self.manifest.num_sources + len(self._pending.sources) - 1)
         self._pending.sources[-1].num_traces += len(block)
 
     def _do(self, step: Callable[[], None]) -> None:

@@ -233,7 +233,7 @@ class TraceWriter:
         except BaseException:
             writer.abort_source()
             raise
-        is_known = writer.num_pending == num_before and not writer.num_source_conflicts  # 0 after a commit
+        is_known = writer.num_pending == num_before and not writer.keys.num_conflicts  # 0 after a commit
         writer.end_source()
         self.extras.update(record.extra_names if has_arrays else ())
         if has_values and is_known:

@@ -258,7 +258,9 @@ class KeyResolver:
         index = self._index.find(*key)
         if key in pending.keys:
             row = pending.keys[key]
-            changed = {name: location[name] for added in groups for name in _location_columns(added)}
+            names = [mf.GROUP_NAMES[added] for added in groups]
+            own = [c for name in names for c in (f"{name}_segment", f"{name}_row", *mf.LOCATION_COLUMNS[name])]
+            changed = {column: location[column] for column in own}
             self._change(row, changed | {"nonfinite": pending.rows.columns["nonfinite"][row] | location["nonfinite"]})
         elif index < 0:
             pending.keys[key] = len(pending.rows)
@@ -354,12 +356,6 @@ class KeyResolver:
             return
         index = self._index.find(*key)
         self._set(pending.updates, index, pending.updates.get(index, TraceValues())._replace(label=label))
-
-
-def _location_columns(group: int) -> tuple[str, ...]:
-    """Return the trace columns that locate a field group."""
-    name = mf.GROUP_NAMES[group]
-    return (f"{name}_segment", f"{name}_row", *mf.LOCATION_COLUMNS[name])
 
 
 def _fields(record: TraceRecord, extras: str) -> dict[str, Any]:

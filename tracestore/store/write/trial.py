@@ -91,7 +91,7 @@ class TrialWriter(StoreWriter):
         """See StoreWriter."""
         super().begin_source(path, size, fingerprint, provenance)
         is_known = self.is_known(path or "", size, fingerprint)
-        self._keys.on_conflict = "keep-first" if is_known else self._on_conflict
+        self.keys.on_conflict = "keep-first" if is_known else self._on_conflict
 
     def append_packed(self, trace: PackedTrace, *, scores: Mapping[str, float] = {}, group: str = "") -> bool:
         """See StoreWriter."""

@@ -2,9 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -93,24 +92,14 @@ class StoreWriter(Changes):
         self.commit_bytes, self.split_bytes = commit_bytes, split_bytes
         options: Options = {"attention": attention, "dtype": dtype, "codec": codec}
         self._is_open, self._directions = True, dict[str, str]()  # of the scores that this writer has defined
-        with fsio.map_os_errors(self.path):
+        with fsio.map_os_errors(target.path):
             try:
-                with self._target.opened():
-                    if not (self._target.is_begun and self._resume(options, can_resume)):
+                with target.opened():
+                    if not (target.is_begun and self._resume(options, can_resume)):
                         self._load(options)
             except BaseException:
-                self._target.close()
+                target.close()
                 raise
-
-    @property
-    def path(self) -> Path:
-        """The local folder whose disk the writer needs."""
-        return self._target.path
-
-    @property
-    def scratch(self) -> Path:
-        """The folder for temporary files on that disk."""
-        return self._target.scratch
 
     def _resume(self, options: Options, can_resume: Callable[[SourceEntry], bool] | None) -> bool:
         """Load a replacement that was begun; remove it if its sources or options differ from the caller's."""
@@ -119,20 +108,20 @@ class StoreWriter(Changes):
             if can_resume is not None and all(map(can_resume, self.index.sources())):
                 return True
             self._generation.close()
-        self._target.clear()
+        self.target.clear()
         return False
 
     def _load(self, options: Options) -> None:
-        given = {k: v() if callable(v) and self._target.newest() == 0 else v for k, v in options.items()}
+        given = {k: v() if callable(v) and self.target.newest() == 0 else v for k, v in options.items()}
         fallback = {name: str(given[name] or default) for name, default in _DEFAULTS.items()}
-        generation = load_newest(self._target, fallback)
+        generation = load_newest(self.target, fallback)
         for name, value in given.items():
             stored = generation.manifest.attributes.options[name]
             if isinstance(value, str) and value != stored:
-                raise UsageError(f"{self._target.location} was created with --{name} {stored}, not {value}")
+                raise UsageError(f"{self.target.location} was created with --{name} {stored}, not {value}")
         self._start(generation)
         self.read_columns()
-        self._target.begin(generation.manifest, root_metadata(generation.manifest.attributes))
+        self.target.begin(generation.manifest, root_metadata(generation.manifest.attributes))
 
     def begin_source(
         self, path: str | None, size: int = 0, fingerprint: str = "", provenance: Provenance | None = None
@@ -203,15 +192,7 @@ class StoreWriter(Changes):
 
     def segments_ahead(self) -> SegmentsAhead | None:
         """Return segments that another thread may write; the writer takes them over with their traces. None: it may not."""
-        return SegmentsAhead(self.attributes.options, self._target.new_folder, self.split_bytes)
-
-    def keep_file(self, path: str, data: bytes) -> None:
-        """See CommitTarget."""
-        self._target.keep_file(path, data)
-
-    def remove_files(self, found: Sequence[str]) -> None:
-        """See CommitTarget."""
-        self._target.remove_files(found)
+        return SegmentsAhead(self.attributes.options, self.target.new_folder, self.split_bytes)
 
     def define_score(
         self,
@@ -250,7 +231,7 @@ class StoreWriter(Changes):
                 is_defined = self._directions.get(name, field.direction) != field.direction
                 if has_others or is_defined or self._pending.has_score(name):
                     raise UsageError(
-                        f"{self._target.location}: a high {name} means {stored.direction!r} in the store, "
+                        f"{self.target.location}: a high {name} means {stored.direction!r} in the store, "
                         f"{field.direction!r} in what is added. Use another name, state the other direction, "
                         "or replace all values of this one (tracestore score)."
                     )
@@ -287,7 +268,7 @@ class StoreWriter(Changes):
         """Return the digest of the lens, committed or pending, that the store has; None if it has none."""
         if self._pending.lens is not None:
             return self._pending.lens.digest
-        lens = read_lens(self._target.files, self.index, self.attributes)
+        lens = read_lens(self.target.files, self.index, self.attributes)
         return None if lens is None else lens.arrays().digest()
 
     def set_lens(self, lens: LensArrays, provenance: Provenance | None = None) -> None:
@@ -304,11 +285,11 @@ class StoreWriter(Changes):
             stored = self.lens_digest()
             if stored is not None:
                 if stored != (written[0].digest if written else packed.digest()):
-                    raise UsageError(f"{self._target.location}: holds another lens; write this one to another store")
+                    raise UsageError(f"{self.target.location}: holds another lens; write this one to another store")
                 return
             if not written:
-                with fsio.map_os_errors(self._target.path):
-                    written.append(PendingLens(self._target.new_folder(), attributes, packed))
+                with fsio.map_os_errors(self.target.path):
+                    written.append(PendingLens(self.target.new_folder(), attributes, packed))
             self._pending.lens, self._pending.lens_provenance = written[0], number
             self.attributes = attributes
 
@@ -317,7 +298,7 @@ class StoreWriter(Changes):
     def end_segments(self) -> None:
         """Let the next trace begin a segment."""
         for segment in self._pending.all_segments:
-            segment.finish(self._target.sync_tree)
+            segment.finish(self.target.sync_tree)
 
     def commit(self, *, are_open: bool = False) -> None:
         """Make all pending changes durable; after an exception the last generation is unchanged.
@@ -331,10 +312,10 @@ class StoreWriter(Changes):
         if self._pending.is_empty:
             return
         refused: list[InvalidInputError] = []
-        with fsio.map_os_errors(self.path):
+        with fsio.map_os_errors(self.target.path):
             try:
                 self.end_segments()
-                with self._target.lock():
+                with self.target.lock():
                     self._commit(refused, are_open)
             except BaseException as error:
                 if not isinstance(error, RemoteError):
@@ -347,7 +328,7 @@ class StoreWriter(Changes):
             )
 
     def _commit(self, refused: list[InvalidInputError], are_open: bool) -> None:
-        target, is_done = self._target, False
+        target, is_done = self.target, False
         while not is_done:
             if target.has_changed(self.manifest):
                 refused += self._rebase(load_newest(target, self.attributes.options))
@@ -369,9 +350,9 @@ class StoreWriter(Changes):
 
         Call it once, after the last commit. Without it close() keeps the existing store.
         """
-        if self.manifest.generation and self._target.replace_existing():
+        if self.manifest.generation and self.target.replace_existing():
             self._generation.close()
-            self._start(load_generation(self._target, self.manifest.generation))
+            self._start(load_generation(self.target, self.manifest.generation))
 
     def _drop_pending(self) -> None:
         pending = self._pending
@@ -385,7 +366,7 @@ class StoreWriter(Changes):
             self._is_open = False
             self._drop_pending()
             self._generation.close()
-            self._target.close()
+            self.target.close()
 
     def __enter__(self) -> "StoreWriter":
         return self
