@@ -199,7 +199,11 @@ def _found_parts(
             proposal = propose(all_files(), settings)
             if proposal.layout is not None and not lines:
                 messages[:] = [proposal.message()]
-                raise _AllProveError(proposal.layout)
+                if len(groups) > 1:
+                    raise _AllProveError(proposal.layout)
+                return InvalidInputError(
+                    "all files prove the printed layout, which reads those of the tool, too; --field states it"
+                )
         elif not all_files():
             alone = f"; the lines are for {next(iter(files.values()))} and the like: convert them alone"
         messages.append(proposal.message())
