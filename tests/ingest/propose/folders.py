@@ -8,7 +8,7 @@ import numpy as np
 import tracestore
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.claims import list_files
-from tracestore.ingest.propose import propose
+from tracestore.ingest.propose.proposal import propose
 
 
 def propose_folder(arguments):

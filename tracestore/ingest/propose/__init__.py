@@ -16,8 +16,3 @@ The way of a proposal, with what each step knows of the folder::
 | what it gives | `trials` | values, by an `Execution` of the layout | names |
 | which of several are left | `candidates`, `proposal` | outcomes and refusals | files |
 """
-
-from tracestore.ingest.propose.candidates import Candidate
-from tracestore.ingest.propose.proposal import Proposal, propose
-
-__all__ = ["Candidate", "Proposal", "propose"]

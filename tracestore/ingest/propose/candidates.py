@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,11 @@ class Candidate:
         """Return whether every axis, id and label is proved and nothing is left over."""
         return not self.unproved and not self.left_out
 
-    def lines(self) -> list[str]:
-        """Return the `--field` lines of the layout."""
-        found = []
+    def lines(self) -> Iterator[str]:
+        """Yield the `--field` lines of the layout."""
         for name, value in self.layout.to_entries().items():
             values = value if name in ("records", "ignore") else [value]
-            found += [f"--field {shlex.quote(escape_unprintable(f'{name} = {_plain(one)}'))}" for one in values]
-        return found
+            yield from (f"--field {shlex.quote(escape_unprintable(f'{name} = {_plain(one)}'))}" for one in values)
 
     def gives(self) -> str:
         """Return what the layout gives in a line."""
@@ -94,22 +92,20 @@ def _not_shown(layout: Layout, draft: Draft, outcome: Outcome) -> list[str]:
     if outcome.varies and outcome.has_whole_rows and "S.mask" in layout.addresses:
         shown.add(NUMBER_OF_TRACES)
     unproved = [text for text in draft.unproved if text not in shown]
-    if outcome.may_be_padded:
-        unproved.append(PADDING)
-    if outcome.has_gaps:
-        unproved.append("L: tokens are zero in some layers alone: texts of several lengths, or files that lack an end")
-    if outcome.has_copies:
-        unproved.append("N: two traces have equal states, as a copy in another file or place has them")
-    if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
-        unproved.append("integers are the ids of tables with other rows")
-    if outcome.moved:
-        unproved.append(f"{', '.join(outcome.moved)}: joined in order, and the ids may number rows in another order")
-    if outcome.counts_text and OF_TEXT not in unproved:
-        unproved.append(OF_TEXT)
     has_passes = any("P" in (address.axes or ()) for address in layout.addresses[layout.states])
-    if has_passes and not outcome.has_last_ids:
-        unproved.append("tokens: the last id of generate() has no states and does not repeat: ids may be padding")
-    return unproved
+    may_end_padded = has_passes and not outcome.has_last_ids
+    is_of_others = outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins)
+    moved = ", ".join(outcome.moved)
+    doubts = {
+        PADDING: outcome.may_be_padded,
+        "L: tokens are zero in some layers alone: texts of several lengths, or files that lack an end": outcome.has_gaps,
+        "N: two traces have equal states, as a copy in another file or place has them": outcome.has_copies,
+        "integers are the ids of tables with other rows": is_of_others,
+        f"{moved}: joined in order, and the ids may number rows in another order": bool(moved),
+        OF_TEXT: outcome.counts_text,
+        "tokens: the last id of generate() has no states and does not repeat: ids may be padding": may_end_padded,
+    }
+    return [*unproved, *(text for text, is_doubtful in doubts.items() if is_doubtful and text not in unproved)]
 
 
 def chosen(found: list[Candidate], refused: Refused, files: Mapping[str, Path]) -> list[Candidate]:

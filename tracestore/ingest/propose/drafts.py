@@ -197,9 +197,8 @@ class Drafter:
         ]
         return max(left, default=-1) if min(left, default=-1) >= 0 else -1
 
-    def _verdicts(self, identity: Identity, frame: Frame, used: list[Meaning]) -> list[list[_Choice]]:
-        """Return the lines that labels and scores may have, under each field that they may be."""
-        found = []
+    def _verdicts(self, identity: Identity, frame: Frame, used: list[Meaning]) -> Iterator[list[_Choice]]:
+        """Yield the lines that labels and scores may have, under each field that they may be."""
         names: set[str] = set()
         # Those that a word explains come first: a label without such a word has to agree with them.
         for meaning in sorted(self.meanings, key=lambda m: len(m.verdicts)):
@@ -207,8 +206,7 @@ class Drafter:
             if fields and (lines := self._lines(meaning, "verdict", identity, frame)):
                 names.update(fields)
                 used.append(meaning)
-                found.append([(name, line) for name in fields for line in lines])
-        return found
+                yield [(name, line) for name in fields for line in lines]
 
     def _lines(self, meaning: Meaning, name: str, identity: Identity, frame: Frame) -> list[Line]:
         """Return the lines of a leaf as a field, with every order of the axes that fits."""

@@ -160,13 +160,8 @@ class Places:
     def _own_id(self, states: Leaf) -> Leaf | None:
         """Return the scalar id next to states, whose keys or files are numbered or named."""
         names = states.bound - AXIS_NAMES.keys()
-        found = [
-            meaning
-            for meaning in self._beside(states)
-            if meaning.field == "question_id"
-            and not meaning.leaf.rank
-            and meaning.leaf.bound - AXIS_NAMES.keys() == names
-        ]
+        ids = [m for m in self._beside(states) if m.field == "question_id" and not m.leaf.rank]
+        found = [m for m in ids if m.leaf.bound - AXIS_NAMES.keys() == names]
         return min(found, key=lambda meaning: meaning.order).leaf if found and not states.items_at else None
 
     def _has_columns(self, states: Leaf) -> bool:

@@ -1,7 +1,7 @@
 """Leaves of a folder: places of values, with the names that their files and keys bind."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -195,34 +195,27 @@ def _walk_keys(found: Observation, files: str, path: Path_, maps: Contexts) -> N
             _walk(found, files, (*path, name), [(where, keys[name]) for where, keys in by_name if name in keys])
 
 
-def _groups_of_keys(names: Iterable[str], maps: Contexts, *, are_columns: bool) -> list[Family]:
-    """Return keys as patterns, where the values of a pattern are alike; the others by themselves."""
+def _groups_of_keys(names: Iterable[str], maps: Contexts, *, are_columns: bool) -> Iterator[Family]:
+    """Yield keys as patterns, where the values of a pattern are alike; the others by themselves."""
     kinds: dict[str, set[Any]] = defaultdict(set)
     for _, seen in maps:
         for key, value in seen.keys.items():
             if value.kind != "none":
                 kinds[_key(key)].add((value.kind, len(value.dims)))
-    found: list[Family] = []
     for family in families(names):
         shapes = [kinds[name] for name in family.members]
         is_one = all(one == shapes[0] for one in shapes) or bool(set.intersection(*shapes))
         are_maps = all(one == {("map", 0)} for one in shapes)
         if family.names and is_one and (are_maps or not _are_fields(family, are_columns=are_columns)):
-            found.append(family)
+            yield family
         else:
-            found += [Family(escape(name), {name: {}}) for name in family.members]
-    return found
+            yield from (Family(escape(name), {name: {}}) for name in family.members)
 
 
 def _are_fields(family: Family, *, are_columns: bool) -> bool:
     """Return whether a pattern is a word alone without digits: of two keys, or columns, rather the names of fields than ids."""
     has_digits = any(char.isdigit() for name in family.members for char in name)
-    return (
-        family.names == ("id",)
-        and family.pattern == "{id}"
-        and not has_digits
-        and (are_columns or len(family.members) < 3)
-    )
+    return family.pattern == "{id}" and not has_digits and (are_columns or len(family.members) < 3)
 
 
 def _numbers_of_layers(family: Family, path: Path_, maps: Contexts) -> Family:

@@ -271,12 +271,8 @@ def _words_of_judges(values: Sequence[Any]) -> tuple[set[bool], tuple[str, ...]]
 
 def may_be_label(leaf: Leaf) -> bool:
     """Return whether half of the values are 0, 1 or words of judges, so that a column without such a name may be a label."""
-    values = leaf.scalars
-    return (
-        leaf.rank <= 1
-        and leaf.kind != "v"
-        and 2 * sum(_label(value, LABELS[0]) in (0, 1) for value in values) >= max(len(values), 1)
-    )
+    labels = [_label(value, LABELS[0]) in (0, 1) for value in leaf.scalars]
+    return leaf.rank <= 1 and leaf.kind != "v" and 2 * sum(labels) >= max(len(labels), 1)
 
 
 def may_be_score(leaf: Leaf) -> bool:

@@ -1,7 +1,7 @@
 """Proofs: what of a draft rules 15 to 23 do not support, in words."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -72,13 +72,9 @@ class Case:
 
     def unproved(self) -> list[str]:
         """Return what is not proved."""
-        layers = [] if self._are_all_layers else self._of_layers()
-        doubts = [
-            doubt
-            for doubt in self.identity.doubts
-            if doubt not in (NUMBERS, NUMBERS_OF_NAMES) or not self._are_all_layers
-        ]
-        axes = [*layers, *self._of_words(), *self._of_axes()]
+        known = (NUMBERS, NUMBERS_OF_NAMES) if self._are_all_layers else ()
+        doubts = [doubt for doubt in self.identity.doubts if doubt not in known]
+        axes = [*self._of_layers(), *self._of_words(), *self._of_axes()]
         return [*doubts, *self._of_files(), *self._of_names(), *axes, *self._of_values()]
 
     def _has(self, *names: str) -> bool:
@@ -133,54 +129,49 @@ class Case:
         is_numbered = is_named and "layer" in self.frame.leaf.bound and len(self.frame.num_tokens - {None}) > 1
         return name in _ALL_LAYERS and has_ids and (self._is_one_text or is_numbered) and not words & SAYING["several"]
 
-    def _of_files(self) -> list[str]:
-        """Return what the names of files leave open: the id of a trace, a row that is its own, the class of answers."""
-        found = []
+    def _of_files(self) -> Iterator[str]:
+        """Yield what the names of files leave open: the id of a trace, a row that is its own, the class of answers."""
         files = self.frame.leaf.files
         if self.identity.mode == "stack" and not self._is_stacked:
             if len(self.places.observation.files[files]) > 1:
-                found.append("the names of the files are no ids")
+                yield "the names of the files are no ids"
             elif any(" : []" in self.lines[name].address for name in self._others):
-                found.append(f"{', '.join(self._others)}: nothing but the number 1 joins a row to the file")
+                yield f"{', '.join(self._others)}: nothing but the number 1 joins a row to the file"
         says_class = any(score_of_word(word, None) is not None for word in words_of(without_names(files)))
         if says_class and not self._has("is_correct", "is_hallucinated"):
-            found.append("a name may say the class of the answers")
+            yield "a name may say the class of the answers"
         if self.identity.mode == "rows" and self._others:
-            found.append(f"{', '.join(self._others)}: joined in order")
-        return found
+            yield f"{', '.join(self._others)}: joined in order"
 
-    def _of_names(self) -> list[str]:
-        """Return what the words of the states leave open (rule 21)."""
+    def _of_names(self) -> Iterator[str]:
+        """Yield what the words of the states leave open (rule 21)."""
         if not self.states.field:
-            return ["no word says that these are hidden states"]
-        found = []
+            yield "no word says that these are hidden states"
+            return
         if self.name == "last_token" and self.states.field != "last_token":
-            found.append("no word says that the vectors are those of the last token")
+            yield "no word says that the vectors are those of the last token"
         own = self.frame.leaf
         leaves = [leaf for leaf in self.places.observation.leaves if (leaf.files, leaf.rank) == (own.files, own.rank)]
         halves = [{"residual", "hidden"} & set(words_of(leaf.key)) for leaf in leaves]
         if {"residual"} in halves and {"hidden"} in halves:
-            found.append(
-                "a residual next to hidden states: of two halves, as layers of vLLM return, the sum is the state"
-            )
-        return found
+            yield "a residual next to hidden states: of two halves, as layers of vLLM return, the sum is the state"
 
-    def _of_layers(self) -> list[str]:
+    def _of_layers(self) -> Iterator[str]:
         """Rule 18: L is proved by numbers of layers, or attention of as many."""
-        if "L" not in self.frame.axes:
-            return []
+        if "L" not in self.frame.axes or self._are_all_layers:
+            return
         if self._has("attentions") and "L" not in self.lines["attentions"].axes:
-            return ["L: the attention has no layers"]
-        is_proved = self._has("attentions", "L.ids") or self.places.is_output(self.frame.leaf, self.frame.axes)
-        return [] if is_proved else ["L: the extent alone gives the axis of the layers"]
+            yield "L: the attention has no layers"
+        elif not (self._has("attentions", "L.ids") or self.places.is_output(self.frame.leaf, self.frame.axes)):
+            yield "L: the extent alone gives the axis of the layers"
 
-    def _of_words(self) -> list[str]:
-        """Return what words leave open: whose state an id is of, and whether weights are those of heads."""
-        found = ["tokens: a state may belong to the token before the one that it generated"] * self._may_be_moved()
+    def _of_words(self) -> Iterator[str]:
+        """Yield what words leave open: whose state an id is of, and whether weights are those of heads."""
+        if self._may_be_moved():
+            yield "tokens: a state may belong to the token before the one that it generated"
         are_heads = self._has("attentions") and self.lines["attentions"].axes[-3:-2] == ("L",)
         if are_heads and not any(SAYING["averaged"] & set(words_of(key)) for key in self._keys("attentions")):
-            found.append("attentions: no word says that heads are averaged: L may be the heads of one layer")
-        return found
+            yield "attentions: no word says that heads are averaged: L may be the heads of one layer"
 
     def _may_be_moved(self) -> bool:
         """Return whether ids may be one behind their states: those of passes of one token, or under names of answers."""
@@ -196,27 +187,25 @@ class Case:
         are_passes = bool(ids) and {"S", "D"} <= set(axes) and axes.index("D") > axes.index("S") + 2
         return are_passes or any(words & _GENERATED and not words & {"input", "prompt"} for words in names)
 
-    def _of_axes(self) -> list[str]:
-        """Return what is not proved of N, S and T.
+    def _of_axes(self) -> Iterator[str]:
+        """Yield what is not proved of N, S and T.
 
         N is proved by ids, texts or lengths (rule 15); S by tokens, a mask, lengths, or as the one axis that varies (rule
         16), and in a stack by a mask or lengths (rule 17); T by passes (rule 3).
         """
-        found = []
         if set("".join(self.frame.axes).partition("D")[2]) - {"1"} and not self._has("L.ids"):
-            found.append("D: an axis behind it may be the columns of reduced states")
+            yield "D: an axis behind it may be the columns of reduced states"
         if self._is_stacked:
             if not self._has("question_id", *TEXTS, "S.lengths", "S.offsets"):
-                found.append(NUMBER_OF_TRACES)
+                yield NUMBER_OF_TRACES
             if "S" in self.frame.axes and not self._has("S.mask", "S.lengths") and None not in self.frame.num_tokens:
-                found.append(PADDING)
+                yield PADDING
         if self._has("tokens") and "T" in self.lines["tokens"].axes and not self.frame.has_passes:
-            found.append("tokens: one id more than states")
+            yield "tokens: one id more than states"
         if self.name == "hidden_states" and not self._proves_tokens():
             are_steps = "step" in self.frame.leaf.bound and self.identity.mode == "ids" and self._is_one_text
             are_passes = are_steps or (self._are_all_layers and self.frame.has_passes)
-            found.append(PASSES if are_passes else "S: no tokens, mask or lengths give the axis of the tokens")
-        return found
+            yield PASSES if are_passes else "S: no tokens, mask or lengths give the axis of the tokens"
 
     def _proves_tokens(self) -> bool:
         axes = self.frame.axes
@@ -252,27 +241,26 @@ class Case:
         found = [m for m in self.places.meanings if m.field == name and m.leaf.kind == "s"]
         return [m for m in found if m.leaf.bound or not m.leaf.path or m.leaf.path[0][:1] != "@"]
 
-    def _of_values(self) -> list[str]:
-        """Return the texts, lengths, labels and scores that may be others."""
-        found = []
+    def _of_values(self) -> Iterator[str]:
+        """Yield the texts, lengths, labels and scores that may be others."""
         for name in TEXTS:
             same = self._texts(name)
             keys = {"_".join(words_of(m.leaf.key)) for m in same} - {name}
             if self._has(name) and (keys & SAYING["vague texts"] or (len(same) > 1 and len(keys) == len(same))):
-                found.append(f"{name}: another text may be meant: {', '.join(sorted(keys))}")
+                yield f"{name}: another text may be meant: {', '.join(sorted(keys))}"
         # The reading compares the lengths of prompts and of single traces.
         if self._has("prompt_length") and self._has("S.mask", *["S.lengths"] * self._is_stacked):
-            found.append("prompt_length: it may count padding")
+            yield "prompt_length: it may count padding"
         if self._has("prompt_length") and self._may_count_text():
-            found.append(OF_TEXT)
+            yield OF_TEXT
         scores = sorted(name for name in self.lines if name.startswith(("correctness.", "hallucination.")))
         if len(scores) > 1:
-            found.append(f"{', '.join(scores)}: no word tells which score counts")
+            yield f"{', '.join(scores)}: no word tells which score counts"
         for name in self.lines:
             same = [m for m in self.places.meanings if m.verdicts == (name,)]
-            found += contradictions(name, [self.places.with_ids(m.leaf, self.identity) for m in same])
+            yield from contradictions(name, [self.places.with_ids(m.leaf, self.identity) for m in same])
         doubtful = [m.leaf.key for m in self.places.meanings if m.is_doubtful]
-        return [*found, *(f"{key}: may be what a detector says, or words without a meaning" for key in doubtful)]
+        yield from (f"{key}: may be what a detector says, or words without a meaning" for key in doubtful)
 
     def _may_count_text(self) -> bool:
         """Return whether the name of a prompt_length says the question, or its values count characters or words."""

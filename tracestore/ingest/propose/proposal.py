@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Proposal:
         found = self._described(lambda candidate: candidate.layout.to_toml().splitlines())
         return "".join(f"# {line}".rstrip() + "\n" for line in found)
 
-    def _described(self, lines_of: Callable[[Candidate], list[str]], *, has_tree: bool = True) -> list[str]:
+    def _described(self, lines_of: Callable[[Candidate], Iterable[str]], *, has_tree: bool = True) -> list[str]:
         count = len(self.candidates)
         if not count:
             return self._found(has_tree=has_tree)

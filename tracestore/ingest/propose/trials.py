@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,10 @@ def is_padded_by(layout: Layout, outcome: Outcome, files: Mapping[str, Path]) ->
     if not padding or not outcome.varies or "S.side" in entries:
         return False
     entries["ignore"] = [*entries.get("ignore", ()), *(str(line).rpartition(" -> ")[0] or line for line in padding)]
-    try:
+    with suppress(TracestoreError):
         other = parse_layout({**entries, "S.padding": "zeros"}, "proposal")
         return try_layout(other, files, is_partial=outcome.is_partial).digest == outcome.digest
-    except TracestoreError:
-        return False
+    return False
 
 
 def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
