@@ -318,12 +318,9 @@ def has_attention(sources: list[SourceFile], before_file: Callable[[], None] = l
     for source in sources[:: max(1, -(-len(sources) // _MAX_FILES))]:
         before_file()
         records = read_traces(source, None, on_refused=lambda _: None)
-        try:
-            with closing(records):  # type: ignore[type-var]
-                for record in islice(records, MAX_TRACES):
-                    if record.attention is not None or record.edges is not None:
-                        return True
-                    is_without |= record.hidden is not None
-        except InvalidInputError:
-            continue
+        with suppress(InvalidInputError), closing(records):  # type: ignore[type-var]
+            for record in islice(records, MAX_TRACES):
+                if record.attention is not None or record.edges is not None:
+                    return True
+                is_without |= record.hidden is not None
     return False if is_without else None

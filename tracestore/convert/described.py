@@ -78,8 +78,10 @@ class DescribedRun:
         self._counts_new = is_builtin and not own
         self._stated: frozenset[str] = frozenset()  # what each trace of the open source has, or else it has none
         self._without_group: set[tuple[str, int]] = set()
-        self._deferred_scores = frozenset(name for part in parts for name in part.deferred_scores)
-        self.keeps_copies = any(part.keeps_copies for part in parts)
+        self._executions = [part.execution for part in parts if part.execution is not None]
+        # Scores of tables, which are stored when the accounts close.
+        self._deferred_scores = {name for execution in self._executions for name in execution.scores_of_tables()}
+        self.keeps_copies = any("duplicates" in execution.layout.settings for execution in self._executions)
         self._labels: dict[tuple[str, int], dict[str, float]] = {}  # of the traces so far
         self._deferred: dict[tuple[str, int], dict[str, float]] = {}  # those that are stored at the end
         self._groups: dict[tuple[str, int], str] = {}
@@ -94,7 +96,7 @@ class DescribedRun:
 
     def shared_note(self, num_alone: int) -> str:
         """Return the note that sources which share tables are one task, with `num_alone` tasks without the tables."""
-        tables = sorted({text for part in self.parts if part.execution is not None for text in part.execution.tables})
+        tables = sorted({text for execution in self._executions for text in execution.tables})
         return (
             f"all files share rows of {', '.join(tables)}: one task instead of {num_alone}; to divide the conversion, replace "
             f"the lines of labels and scores by ignore = {json.dumps(tables)}, and add them later: tracestore score STORE "
@@ -123,8 +125,8 @@ class DescribedRun:
 
     def look_back(self, unread: Sequence[str]) -> None:
         """Let the accounts know the first trace of the sources that are not read, because the store has them."""
-        for part in self.parts:
-            if part.execution is not None and (record := part.execution.look_back(unread)) is not None:
+        for execution in self._executions:
+            if (record := execution.look_back(unread)) is not None:
                 self.check_layers(record)
 
     def begin_source(self, source: SourceFile, writer: StoreWriter) -> None:
@@ -142,7 +144,7 @@ class DescribedRun:
 
     def needs_all(self) -> bool:
         """Return whether others than the sources that were read may have what a line or an entry names, or rows of a table."""
-        executions = [e for part in self.parts if (e := part.execution) is not None and e.account.num_read]
+        executions = [execution for execution in self._executions if execution.account.num_read]
         for execution in executions:
             execution.finish()
         return any(e.account.needs_all or e.account.not_found() is not None or self._needs_equal(e) for e in executions)
@@ -311,19 +313,15 @@ class DescribedRun:
 
     def close(self, has_id: Callable[[str], bool]) -> Iterator[str]:
         """Close the accounts, and yield the lines of `Execution.close`."""
-        for part in self.parts:
-            execution = part.execution
-            if execution is None:
-                continue
+        for execution in self._executions:
             if execution.account.is_read and self._needs_equal(execution):
                 raise InvalidInputError("no trace has the states of another one; remove it", field="duplicates")
             yield from execution.close(has_id)
 
     def release(self) -> None:
         """Close the files that were looked at, if another process reads them."""
-        for part in self.parts:
-            if part.execution is not None:
-                part.execution.release()
+        for execution in self._executions:
+            execution.release()
 
     def fill(self, writer: StoreWriter, on_conflict: OnConflict) -> None:
         """Store the labels, scores and groups of the traces, instead of earlier ones."""

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -373,10 +373,9 @@ class Conversion:
         return any(writer.has_source(name, size, text, among=self._num_named[name]) for text in found)
 
     def _has(self, writer: StoreWriter, source: SourceFile) -> bool:
-        try:
+        with suppress(OSError):  # its turn reports the error
             return writer.has_source_named(source.name) and self._is_known(source.name, *source_fingerprint(source))
-        except OSError:
-            return False  # its turn reports the error
+        return False
 
     def _segments_of(self, writer: StoreWriter, source: SourceFile) -> SegmentsAhead | None:
         """Return segments for a source that begins a run, unless the store may have its traces."""

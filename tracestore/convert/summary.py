@@ -184,12 +184,11 @@ class ConvertReport:
         self._add_details(before.dropped, before.extras, before.num_sources_rounded)
 
     def _add_details(self, dropped: Mapping[str, int], extras: Mapping[str, int], rounded: Mapping[str, int]) -> None:
-        for total, added in ((self.dropped, dropped), (self.extras, extras)):
+        totals = (self.dropped, dropped), (self.extras, extras), (self.num_sources_rounded, rounded)
+        for total, added in totals:
             for key, count in added.items():
                 if key in total or len(total) < _MAX_KEYS:
                     total[key] = total.get(key, 0) + count
-        for dtype, count in rounded.items():
-            self.num_sources_rounded[dtype] = self.num_sources_rounded.get(dtype, 0) + count
 
     def lines(self, on_conflict: OnConflict) -> Iterator[str]:
         """Yield the report as lines of text."""

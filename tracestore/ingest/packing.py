@@ -135,10 +135,9 @@ def _is_view(layer: np.ndarray, total_bytes: int) -> bool:
 
 def identify(source: SourceFile) -> SourceIdentity:
     """Return the identity of a source; raise InvalidInputError if the file cannot be read."""
-    try:
-        modified_ns = max(check_regular(path).st_mtime_ns for path in source.files)
-        return SourceIdentity(*source_fingerprint(source), modified_ns)
-    except InvalidInputError as error:
-        raise error.with_location(source=source.name) from None
-    except OSError as error:
-        raise InvalidInputError(f"cannot be opened: {error.strerror}", source=source.name) from None
+    with error_location(source.name):
+        try:
+            modified_ns = max(check_regular(path).st_mtime_ns for path in source.files)
+            return SourceIdentity(*source_fingerprint(source), modified_ns)
+        except OSError as error:
+            raise InvalidInputError(f"cannot be opened: {error.strerror}") from None

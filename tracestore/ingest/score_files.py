@@ -138,19 +138,15 @@ def read_table(path: Path) -> Iterator[ScoreTable]:
     """
     open_regular(path).close()  # raises what the operating system says about the file
     with open_tree(path) as root:
+        if not isinstance(root, Group | Items):
+            raise InvalidInputError(f"found values without ids; write a table with the columns {ID_COLUMN} and score")
         yield _table(root, path)
 
 
-def _table(root: Value, path: Path) -> ScoreTable:
+def _table(root: Group | Items, path: Path) -> ScoreTable:
     """Return the rows of a tree: rows of objects, objects by id, values by id, or columns."""
-    if isinstance(root, Group):
-        return _table_of_group(root, path)
     if isinstance(root, Items):
         return _rows(root)
-    raise InvalidInputError(f"found values without ids; write a table with the columns {ID_COLUMN} and score")
-
-
-def _table_of_group(root: Group, path: Path) -> ScoreTable:
     values = dict(root)
     rows = {key: value for key, value in values.items() if isinstance(value, Group)}
     if rows and len(rows) == len(values):
@@ -275,11 +271,9 @@ def scores_advice(path: Path) -> str | None:
     """Return the flags that take the scores of a table with columns of ids and scores; None for another file."""
     if path.suffix not in _TABLES:
         return None
-    try:
-        with read_table(path) as table:
-            columns = score_columns_of(table.header) if id_column_of(table.header) is not None else []
-    except (InvalidInputError, OSError):
-        return None
+    columns: list[str] = []
+    with contextlib.suppress(InvalidInputError, OSError), read_table(path) as table:
+        columns = score_columns_of(table.header) if id_column_of(table.header) is not None else []
     if not columns:
         return None
     column = f" --score-column {columns[0]}" if len(columns) > 1 else ""
@@ -289,8 +283,6 @@ def scores_advice(path: Path) -> str | None:
 
 def _has_predictions(path: Path) -> bool:
     """Return whether a CSV file has the columns of a file of predictions."""
-    try:
-        with read_table(path) as table:
-            return is_prediction(table.header)
-    except (InvalidInputError, UsageError, OSError):
-        return False
+    with contextlib.suppress(InvalidInputError, UsageError, OSError), read_table(path) as table:
+        return is_prediction(table.header)
+    return False

@@ -44,17 +44,9 @@ class MemoryGate:
 
     def __init__(self, max_bytes: int) -> None:
         self.changed = threading.Condition()
-        self._max_bytes, self._max_bytes_of_later = max_bytes, max_bytes - max_bytes // 4
+        self.max_bytes, self.max_bytes_of_later = max_bytes, max_bytes - max_bytes // 4
         self.used_bytes = self.reader_bytes = 0
         self.is_closed = False  # set without the lock when no trace is consumed any more
-
-    def has_room(self, num_bytes: int, *, in_turn: bool) -> bool:
-        """Return whether that many more bytes may wait."""
-        return self.used_bytes + num_bytes <= (self._max_bytes if in_turn else self._max_bytes_of_later)
-
-    def has_room_for_reader(self, num_bytes: int) -> bool:
-        """Return whether another file may be read, by a reader that holds that many bytes."""
-        return self.reader_bytes + num_bytes <= self._max_bytes
 
     def add(self, num_bytes: int, *, notify: bool = True) -> None:
         """Change the number of waiting bytes."""
@@ -104,7 +96,7 @@ class SourceStream:
     def _read(self, options: PackOptions) -> None:
         held = _reader_bytes(self.source)
         with self._changed:
-            while not (self._in_turn or self._is_cancelled or self._gate.has_room_for_reader(held)):
+            while not (self._in_turn or self._is_cancelled or self._gate.reader_bytes + held <= self._gate.max_bytes):
                 self._changed.wait(_POLL_INTERVAL_S)
             if self._is_cancelled:
                 raise Cancelled
@@ -145,17 +137,16 @@ class SourceStream:
 
     def _has_room(self, size: int) -> bool:
         # A trace larger than the limit is accepted alone, if its source is being written.
-        return (self._in_turn and not self._waiting) or self._gate.has_room(size, in_turn=self._in_turn)
+        most = self._gate.max_bytes if self._in_turn else self._gate.max_bytes_of_later
+        return (self._in_turn and not self._waiting) or self._gate.used_bytes + size <= most
 
-    def _wait(self, is_ready: Callable[[], bool], on_wait: Callable[[], None] | None = None) -> None:
+    def _wait(self, is_ready: Callable[[], bool]) -> None:
         """Wait until `is_ready()` or the end of the thread."""
         while True:
             with self._changed:
-                if not (is_ready() or self._is_ended):
-                    self._changed.wait(_POLL_INTERVAL_S)
-                if is_ready() or self._is_ended:
+                if self._changed.wait_for(lambda: is_ready() or self._is_ended, _POLL_INTERVAL_S):
                     return
-            (on_wait or self._on_wait)()
+            self._on_wait()
 
     def identity(self) -> SourceIdentity:
         """Wait for the identity of the source and return it."""
@@ -202,7 +193,8 @@ class SourceStream:
         """Cancel the source, and wait until nothing more is written."""
         self.cancel()
         if self._segments is not None:
-            self._wait(lambda: False, lambda: None)
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_ended)
 
     def discard(self) -> None:
         """Remove the segments that the writer has not taken over; nothing more is written to them."""

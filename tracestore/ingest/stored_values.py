@@ -65,14 +65,11 @@ class ChangedValues:
             found = {**dict(zip(JUDGMENTS, judged, strict=True)), **known}
             found["label"] = stored_label if after[-2] is None else after[-2]
             check_agreement(found, self._writer.index.question_id(index))
-        changed = [
-            (old, new)
-            for old, new in zip(before, after, strict=True)
-            if new is not None and old != new and not (is_none(old) and is_none(new))
-        ]
+        pairs = [(old, new) for old, new in zip(before, after, strict=True) if new is not None and old != new]
+        changed = [old for old, new in pairs if not (is_none(old) and is_none(new))]
         if changed:
             self._updates[index] = TraceValues(known, *after[-2:])
-            self.num_replaced += not all(is_none(old) for old, _ in changed)
+            self.num_replaced += not all(map(is_none, changed))
 
     def check_questions(self, file: Scores) -> None:
         """Rule 13b: the question of each trace with another value now is that of its row in a scores file."""

@@ -286,7 +286,7 @@ def test_lines_without_a_signature_are_found():
 @pytest.mark.parametrize("builtin", builtins(), ids=lambda builtin: builtin.name)
 def test_every_tool_is_a_layout_whose_files_have_signatures(builtin):
     check_builtin(builtin)
-    assert builtin.states
+    assert builtin.needed
 
 
 def test_a_signature_checks_what_is_read():

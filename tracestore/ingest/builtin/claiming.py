@@ -154,5 +154,5 @@ def _release_incomplete(claims: Claims, builtin: Builtin) -> None:
     """Take the files from a built-in layout that has no states, or lacks files that it needs."""
     owned = claims.owned[builtin]
     texts = {t for t, p in builtin.patterns.items() if any(p.match(name) is not None for name in owned)}
-    if not builtin.states <= texts or not builtin.needed <= texts:
+    if not builtin.needed <= texts:
         claims.rest |= dict.fromkeys(claims.owned.pop(builtin))

@@ -49,20 +49,16 @@ class Builtin:
         """Return the name of what reads the files, if no layout does."""
         return self.source.get("reader")
 
-    @cached_property
-    def files(self) -> Sequence[str]:
-        """The FILES of its signatures."""
-        return [_filled(text, self.values) for text in self.source["signature"]]
-
     def may_end_with(self, ends: tuple[str, ...]) -> bool:
         """Return whether one of its FILES ends with one of some texts."""
         suffix = self.values.get("<suffix>")
-        return any(text.endswith(ends) for text in ([suffix] if suffix else self.files))
+        return any(text.endswith(ends) for text in ([suffix] if suffix else self.patterns))
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
-        """The FILES, as patterns of paths."""
-        return {text: Pattern(text, is_path=True) for text in self.files}
+        """The FILES of its signatures, as patterns of paths."""
+        texts = (_filled(text, self.values) for text in self.source["signature"])
+        return {text: Pattern(text, is_path=True) for text in texts}
 
     @cached_property
     def signatures(self) -> dict[str, Signature]:
@@ -90,19 +86,11 @@ class Builtin:
         return plan_of(self.layout)
 
     @cached_property
-    def states(self) -> frozenset[str]:
-        """The FILES that hold the states; other files belong to a tool only next to these."""
+    def needed(self) -> frozenset[str]:
+        """The FILES without which the layout does not hold: those of the states, and of each other line."""
         if self.reader is not None:
             return frozenset(self.patterns)
-        return frozenset(place.address.files.text for place in self.plan.states)
-
-    @cached_property
-    def needed(self) -> frozenset[str]:
-        """The other FILES without which the layout does not hold."""
-        if self.reader is not None:
-            return frozenset()
-        plan = self.plan
-        return frozenset(p.address.files.text for p in plan.others if not p.is_optional) - self.states
+        return frozenset(place.address.files.text for place in self.plan.places if not place.is_optional)
 
     def extended(self, lines: Mapping[str, str], settings: Mapping[str, Any]) -> "Builtin":
         """Return the built-in with further fields, by their keys in the items of the states, and with further settings."""

@@ -2,9 +2,10 @@
 
 import shlex
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +111,6 @@ class Part:
     def kept_text(self) -> str | None:
         """The layout that the store keeps; None for a built-in one, which files show again."""
         return None if self.layout is None or self.builtin is not None else self.layout.to_toml()
-
-    @cached_property
-    def deferred_scores(self) -> set[str]:
-        """The scores of tables, which are stored when the accounts close."""
-        return set() if self.execution is None else self.execution.scores_of_tables()
-
-    @property
-    def keeps_copies(self) -> bool:
-        """Return whether copies are meant."""
-        return self.layout is not None and "duplicates" in self.layout.settings
 
     @property
     def states_attention(self) -> bool | None:
@@ -301,10 +292,8 @@ def _of_rest(
 
 def _holds_nothing(path: Path) -> bool:
     """Return whether a file holds neither arrays nor rows, and its name is none of labels."""
-    try:
-        with open_tree(path) as root:
-            value: Value = next(iter(root), None) if isinstance(root, Items) and root.is_stream else root
-            is_table = isinstance(root, Items) and path.suffix not in PICKLES
-            return not (is_table or holds_array(value, 6) or looks_like_label(path.stem))
-    except InvalidInputError:
-        return False
+    with suppress(InvalidInputError), open_tree(path) as root:
+        value: Value = next(iter(root), None) if isinstance(root, Items) and root.is_stream else root
+        is_table = isinstance(root, Items) and path.suffix not in PICKLES
+        return not (is_table or holds_array(value, 6) or looks_like_label(path.stem))
+    return False

@@ -258,13 +258,8 @@ class Signature:
     def _may_be_other(self, group: Group, path: str, value: Value) -> bool:
         """Return whether a value that no form describes may lie next to the others."""
         kind, shape = facts_of(value)
-        if (
-            kind not in self.others
-            or shape
-            or looks_like_label(path)
-            or path.lower() in OWN_LINES
-            or not _PARTS.isdisjoint(re.split(r"[\W_]+", path.lower()))
-        ):
+        is_part = not _PARTS.isdisjoint(re.split(r"[\W_]+", path.lower()))
+        if kind not in self.others or shape or is_part or looks_like_label(path) or path.lower() in OWN_LINES:
             return False
         return not self.others_beside or any(group.get(key) is not None for key in self.others_beside)
 

@@ -201,16 +201,17 @@ class ExportedFile(NamedTuple):
         return None if self.file.provenance is None else self.facts.provenances[self.file.provenance]
 
 
-def read_export(folder: Path) -> tuple[list[ExportedFile], frozenset[Path]]:
-    """Return the files with arrays of the export in a folder, and the paths of all of its files.
+def find_export(folder: Path) -> tuple[list[ExportedFile], frozenset[Path]] | None:
+    """Return the files with arrays of the export in a folder, and the paths of all of its files; None without an export.
 
     Raises
     ------
     InvalidInputError
         If it is unfinished, or one of its files is missing or was changed; SCORES_FILE may be.
     """
-    manifest = ExportManifest.read(folder)
-    where = str(folder)
+    if not os.path.lexists(folder / EXPORT_FILE):
+        return None
+    manifest, where = ExportManifest.read(folder), str(folder)
     if manifest is None or manifest.state != COMPLETE:
         raise InvalidInputError(
             "an unfinished export; run the same `tracestore export` again to complete it, or remove the folder",
@@ -229,11 +230,6 @@ def read_export(folder: Path) -> tuple[list[ExportedFile], frozenset[Path]]:
     facts = _facts(folder, manifest)
     names = (EXPORT_FILE, *(file.name for file in listed))
     return [ExportedFile(facts, file) for file in manifest.files], frozenset(folder / name for name in names)
-
-
-def find_export(folder: Path) -> tuple[list[ExportedFile], frozenset[Path]] | None:
-    """Return the files of the export in a folder as `read_export` does, None if the folder holds none."""
-    return read_export(folder) if os.path.lexists(folder / EXPORT_FILE) else None
 
 
 def _facts(folder: Path, manifest: ExportManifest) -> ExportFacts:
