@@ -187,13 +187,9 @@ class RunAccount:
     def _holds_layer_numbers(self, path: str, key: str, value: Value) -> bool:
         """Return whether a value is the list that the layout states as `L.ids`; refuse another one."""
         stated = self._plan.layout.settings.get("L.ids")
-        if (
-            stated is None
-            or "layer" not in key.lower()
-            or looks_like_label(key)
-            or (array := as_array(value)) is None
-            or array.ndim != 1
-        ):
+        may_hold = stated is not None and "layer" in key.lower() and not looks_like_label(key)
+        array = as_array(value) if may_hold else None
+        if array is None or array.ndim != 1:
             return False
         numbers: list[Any] = array.read().tolist()
         if numbers != stated and all(type(number) is int for number in numbers):

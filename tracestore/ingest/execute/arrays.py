@@ -267,8 +267,6 @@ def check_zero_tokens(layers: Sequence[np.ndarray], what: str) -> None:
         return
     suspects = np.flatnonzero(~first.any(axis=1))
     for layer in layers[1:]:
-        if not len(suspects):
-            return
         suspects = suspects[~numbers_of(layer[suspects]).any(axis=1)]
     if len(suspects):
         raise InvalidInputError(

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,12 +103,9 @@ def list_files(arguments: list[Path], store: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     real: set[str] = set()
     for argument in arguments:
-        if argument.is_dir():
-            pairs = _walk(argument, store)
-        elif os.path.lexists(argument):
-            pairs = [(argument.name, argument)]
-        else:
+        if not os.path.lexists(argument):
             raise UsageError(f"{argument}: no such file or folder")
+        pairs = _walk(argument, store) if argument.is_dir() else [(argument.name, argument)]
         own: dict[str, Path] = {}
         # The name of a file is its own, not that of a link next to it such as latest.pt.
         for name, path in sorted(pairs, key=lambda pair: (_is_alias(pair[1]), natural_key(pair[0]))):
@@ -126,11 +123,10 @@ def _is_alias(path: Path) -> bool:
     return path.is_symlink() and Path(os.path.realpath(path)).parent == Path(os.path.realpath(path.parent))
 
 
-def _walk(top: Path, store: Path) -> list[tuple[str, Path]]:
+def _walk(top: Path, store: Path) -> Iterator[tuple[str, Path]]:
     def refuse(error: OSError) -> None:
         raise UsageError(f"{error.filename}: cannot be read: {error.strerror}")
 
-    pairs = []
     for here, folders, files in os.walk(top, onerror=refuse):
         inside = Path(here)
         folders[:] = [
@@ -140,8 +136,7 @@ def _walk(top: Path, store: Path) -> list[tuple[str, Path]]:
             and (inside / folder).resolve() != store.resolve()
             and not (inside / folder / "manifest").is_dir()
         ]
-        pairs += [((inside / f).relative_to(top).as_posix(), inside / f) for f in files if not _is_hidden(f)]
-    return pairs
+        yield from (((inside / f).relative_to(top).as_posix(), inside / f) for f in files if not _is_hidden(f))
 
 
 def _is_hidden(name: str) -> bool:

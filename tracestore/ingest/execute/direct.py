@@ -92,12 +92,10 @@ def _is_simple(setting: tuple[str, Any]) -> bool:
 
 
 def _has_known_axes(place: Place) -> bool:
+    if place.part or place.is_of_answer:
+        return False
     has_none = place.address.axes is None and place.rule.kind != "known"
-    return (
-        place.part == 0
-        and not place.is_of_answer
-        and (place.axes in _AXES[place.name] if place.name in _AXES else has_none)
-    )
+    return place.axes in _AXES[place.name] if place.name in _AXES else has_none
 
 
 def _is_key(address: Address, before: tuple[Step, ...]) -> bool:
@@ -196,7 +194,7 @@ class DirectReader:
     def _reader_of(self, place: Place) -> tuple[Callable[[Any, Place], Any], type | None]:
         """Return what reads the values of a place, and the type of those that need no reading."""
         if place.name == "attentions":
-            return (_skipped if self._maker.need_attention is False else _attention), None
+            return (_attention if self._maker.need_attention is not False else lambda *_: None), None
         if place.name in _LETTERS:
             return _layer_arrays, None
         if place.rule.kind in ("array", "known"):
@@ -292,7 +290,3 @@ def _typed(value: Any, place: Place) -> Any:
 def _plain(value: Any, place: Place) -> Any:
     plain = value.tolist() if isinstance(value, np.ndarray) else value if type(value) is list else plain_of(value)
     return typed_value(place.name, plain)
-
-
-def _skipped(value: Any, place: Place) -> None:
-    return None

@@ -255,8 +255,7 @@ class Execution:
             environment = trace.environment
             if "N" in environment:
                 environment["N*"] = self._offset(group) + account.count_row(environment)
-            if "file" in environment:
-                environment["file"] = self._file_keys.keys.get(environment["file"], environment["file"])
+            environment["file"] = self._file_keys.keys.get(environment["file"], environment["file"])
             yield trace
 
     def _cells(self, text: str, file: FoundFile, root: Value, texts: RowTexts, *, is_table: bool = False) -> Cells:
@@ -340,11 +339,9 @@ class Execution:
         is_numbered = numbers == list(range(len(numbers))) and set(ends) == {None}
         for k, group in enumerate(chunks):
             if not is_numbered and numbers[k] != total:
-                also = (
-                    ""
-                    if ends[k] is not None
-                    else f"{k}: chunks are numbered from 0 without gaps, or by their first row, here "
-                )
+                also = ""
+                if ends[k] is None:
+                    also = f"{k}: chunks are numbered from 0 without gaps, or by their first row, here "
                 raise InvalidInputError(f"found chunk {numbers[k]}, expected {also}{total:,}", source=group.name)
             offsets[group.name] = total
             total += self._num_rows(group.files[text][0], place)

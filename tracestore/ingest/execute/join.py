@@ -109,8 +109,7 @@ class Column:
 
     def cells(self, environment: Mapping[str, Any]) -> list[Cell]:
         """Return the values that belong to a trace."""
-        key = _key(self._own or (), environment)
-        return self._cells.get(key, [])
+        return self._cells.get(_key(self._own or (), environment), [])
 
     def number_among_equals(self, environment: Mapping[str, Any]) -> int:
         """Return the number of a row among those of the same value, in their order."""

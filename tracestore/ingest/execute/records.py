@@ -274,8 +274,7 @@ class TraceBuilder:
         stated = trace.prompt_length = values.get("prompt_length")
         tokens = read_tokens(trace, num_states, length, has_passes=has_passes)
         num_prompt_ids = trace.num_first_values
-        is_needed = self._maker.need_attention is not False
-        attention, own = read_attention(trace, num_states, is_needed=is_needed)
+        attention, own = read_attention(trace, num_states, is_needed=self._maker.need_attention is not False)
         values |= {"prompt_length": 0} if self.plan.is_of_answer else {}
         self._set_prompt_length(trace, values, sizes)
         padded = None if tokens is None or len(tokens) < num_states else tokens
@@ -290,8 +289,7 @@ class TraceBuilder:
         if span != (0, num_states):
             values["hidden_states"] = [layer[begin:end] for layer in layers]
             attention = attention and [layer[:, begin:end, begin:end] for layer in attention]
-        if is_needed:
-            values["attentions"] = attention
+        values["attentions"] = attention
         if (prompt := values.get("prompt_length")) is not None:
             prompt = self.padding.prompt_of(prompt, span, num_states, is_stated=stated is not None)
             values["prompt_length"] = prompt

@@ -86,10 +86,6 @@ def _gives(plan: Plan, *names: str) -> bool:
     return not plan.layout.templates.keys().isdisjoint(names) or _has(plan, *names)
 
 
-def _has_numbers(plan: Plan, name: str) -> bool:
-    return name == plan.layout.states or (name == "attentions" and _has(plan, name))
-
-
 # Those of rows; S.lengths are those of padded rows, too.
 _RANGES = ("S.offsets", "S.starts", "S.ends", "S.owner")
 # What settings and lines need, in words and as a condition of the plan and of the name behind their dot.
@@ -104,7 +100,9 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
         (f"shape.{name}" for name in STATES), ("a line for the field", lambda plan, name: name == plan.layout.states)
     ),
     **dict.fromkeys(("P.rows", "P.repeats", "P.new"), ("passes of the states", lambda plan, _: _states(plan, "P"))),
-    **dict.fromkeys(("scale", "dtype"), ("a line for the field", lambda plan, name: _has_numbers(plan, name))),
+    **dict.fromkeys(
+        ("scale", "dtype"), ("a line for the field", lambda plan, name: name == plan.layout.states or _has(plan, name))
+    ),
     "S.side": (
         "S.lengths of rows that are padded, or a number of S.padding where it is left",
         lambda plan, _: not _is_flat(plan) and (_has(plan, "S.lengths") or _is_left_of_ids(plan)),

@@ -6,6 +6,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -150,10 +151,8 @@ def fields_of_lines(lines: Iterable[str]) -> dict[str, Any]:
 def _value_of(text: str) -> Any:
     """Return a value in the syntax of TOML; a text may lack its quotes."""
     if text[0] in "\"'[" or text in ("true", "false") or text.lstrip("-").isdecimal():
-        try:
+        with suppress(ValueError, RecursionError):
             return tomllib.loads(f"x = {text}")["x"]
-        except (ValueError, RecursionError):
-            return text
     return text
 
 
@@ -237,12 +236,8 @@ def _check_words(address: Address) -> None:
             match = _WORD_BEFORE.search(before.text) if before.kind == "literal" and part.kind == "name" else None
             word = "" if match is None else match[1]
             meant = _AXIS_WORDS.get(word.lower())
-            if (
-                meant
-                and meant != part.text
-                and {"layer"} & {meant, part.text}
-                and part.text in NUMBER_NAMES - {"chunk"}
-            ):
+            is_other = meant not in (None, part.text) and "layer" in (meant, part.text)
+            if is_other and part.text in NUMBER_NAMES - {"chunk"}:
                 raise UsageError(
                     f"{address}: {word} in front of {{{part.text}}} reads as the number of a {meant}, which {{{meant}}} "
                     f"binds; * instead of {word} if it is none"
@@ -335,7 +330,7 @@ def _check_setting_of(name: str, value: Any) -> None:
         raise UsageError(f'found {value!r}, expected true, false or "{MISSING_WORD}"')
     if head == "dtype" and value not in DTYPES:
         raise UsageError(f"found {value!r}, expected one of {', '.join(DTYPES)}")
-    if head == "scale" and not _is_unit(value):
+    if head == "scale" and (value is True or not 0 < value < math.inf):  # type: ignore[operator]
         raise UsageError(f"found {value!r}, expected a positive number")
     if head in ("dtype", "scale") and tail not in (*STATES, "attentions"):
         raise UsageError(f"expected {head}.{STATES[0]}, {head}.{STATES[1]} or {head}.attentions")
@@ -343,10 +338,6 @@ def _check_setting_of(name: str, value: Any) -> None:
         raise UsageError(f"found {value!r}, expected keep.NAME = VALUE or [VALUE, ...] for a name such as status")
     if head == "share" and rule_of(tail) is None:
         raise UsageError("no such field")
-
-
-def _is_unit(value: Any) -> bool:
-    return value is not True and 0 < value < math.inf
 
 
 def _names_values(name: str, value: Any) -> bool:

@@ -190,12 +190,9 @@ def _parse(text: str, is_path: bool) -> tuple[PatternPart, ...]:
     while at < len(text):
         match = token.match(text, at)
         if match is None:
-            is_end = text[at] == "\\"
-            found = (
-                "a backslash at the end makes no character literal"
-                if is_end
-                else "expected a name such as {id} or {n:d}"
-            )
+            found = "expected a name such as {id} or {n:d}"
+            if text[at] == "\\":
+                found = "a backslash at the end makes no character literal"
             raise UsageError(f"{text}: {found}")
         literal, wild = match["escaped"] or match["literal"], match["wild"]
         if literal and parts and parts[-1].kind == "literal":

@@ -183,11 +183,10 @@ def plan_of(layout: Layout) -> Plan:
     _add_records(plan)
     plan.ignored = {address: _as_in_lines(address, plan.places) for address in layout.ignore}
     plan.others = [place for place in plan.others if not (place.is_optional and place.address in plan.left_out)]
-    for name in ("hidden_states", "last_token"):
-        if name != layout.states and name in layout.addresses:
-            raise UsageError(
-                f"{name}: stated in addition to {layout.states}; convert with two layouts, one after the other"
-            )
+    if layout.addresses.keys() >= {*STATES}:
+        raise UsageError(
+            "last_token: stated in addition to hidden_states; convert with two layouts, one after the other"
+        )
     for place in plan.places:
         if _NO_ORDER.search(str(place.address)):
             raise UsageError(
@@ -281,7 +280,7 @@ def _add_records(plan: Plan) -> None:
     for record in layout.records:
         plan.others.append(Place(RECORDS, record, FieldRule("json"), ()))
         for name in RECORD_FIELDS:
-            if name in layout.templates or name in ("hidden_states", "last_token"):
+            if name in layout.templates or name in STATES:
                 continue
             address, stated = below(record, name), layout.addresses.get(name, ())
             is_second = layout.rule(name).kind in ("text", "json") and address not in (*stated, *layout.ignore)

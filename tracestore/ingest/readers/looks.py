@@ -99,11 +99,8 @@ class RepeatedItems(Items):
 
     def rest(self) -> StreamItems:
         """Return the items from the first one on, of which none is kept."""
-        return StreamItems(chain(self._consumed(), self._rest), self.length, self.attributes, is_lent=self.is_lent)
-
-    def _consumed(self) -> Iterator[Value]:
-        while self.seen:
-            yield self.seen.pop(0)
+        seen = (self.seen.pop(0) for _ in range(len(self.seen)))
+        return StreamItems(chain(seen, self._rest), self.length, self.attributes, is_lent=self.is_lent)
 
 
 def _opened(path: Path) -> _OpenTree:

@@ -98,13 +98,11 @@ def _lines(file: io.BufferedReader) -> Iterator[bytes]:
 
 
 def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
-    encoding = "utf-8-sig"
     for number, line in enumerate(lines):
         try:
-            yield line.decode(encoding, "surrogatepass")  # as our own tables write them
+            yield line.decode("utf-8" if number else "utf-8-sig", "surrogatepass")  # as our own tables write them
         except UnicodeDecodeError:
             raise InvalidInputError(f"line {number + 1}: found bytes that are not UTF-8 text") from None
-        encoding = "utf-8"
 
 
 def _json_lines(lines: Iterator[bytes]) -> Iterator[Value]:
