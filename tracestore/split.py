@@ -137,6 +137,6 @@ def labeled_positions(targets: np.ndarray, path: str) -> np.ndarray:
     if len(labeled) == 0:
         raise TrainingError(
             f"{path}: none of {len(targets)} traces has a score or a label, and a missing score is never a label; "
-            f"add them: tracestore score {path} --scores scores.csv"
+            f"add them: tracestore score STORE --scores scores.csv"
         )
     return labeled

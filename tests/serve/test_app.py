@@ -53,6 +53,11 @@ def test_trace_with_every_optional_field(viewer):
     assert "value: found x, expected one of log-probability" in text_of(pages, "/trace/0", value="x")
 
 
+def test_the_command_of_a_trace_names_it_by_id(viewer):
+    pages = viewer([make_trace(k) | {"question_id": str(1 - k)} for k in range(2)])
+    assert "tracestore view" in (text := text_of(pages, "/trace/0")) and "0.zarr 1" in text
+
+
 @pytest.mark.parametrize("attention", ["none", "mean", "heads"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_forms_of_attention(viewer, attention, causal):

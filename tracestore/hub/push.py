@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ def push_store(
         report = verify_store(place)
         if report.damaged:
             name, problem = min(report.damaged.items())
-            raise CorruptStoreError(f"{place}: {name}: {problem}; see tracestore verify {place}")
+            raise CorruptStoreError(f"{place}: {name}: {problem}; see tracestore verify {shlex.quote(str(place))}")
         url = api.create_repo(repo_id, private=private, repo_type=REPO_TYPE, exist_ok=True)
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(url.repo_id, branch=revision, repo_type=REPO_TYPE, exist_ok=True)

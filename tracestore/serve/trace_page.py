@@ -1,6 +1,5 @@
 """The page of one trace: texts, tokens colored by a value, attention by layer and head, norms, logit lens."""
 
-import shlex
 import struct
 import zlib
 from collections.abc import Mapping
@@ -47,6 +46,7 @@ from tracestore.serve.page_values import (
 )
 from tracestore.serve.search import Query, TraceSearch, label_name
 from tracestore.store.format import schema
+from tracestore.store.html import view_command
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 from tracestore.trace_view import View, downsample, read_attention
@@ -142,8 +142,9 @@ def _about(search: TraceSearch, trace: Trace) -> Html:
         "verdict",
     ]
     found = [table(header, rows, caption="Detectors")] if rows else []
-    words = ["tracestore", "view", str(search.store.path), str(trace.index)]
-    return join([element("div", facts(values), class_="about"), *found, command(shlex.join(words))])
+    return join(
+        [element("div", facts(values), class_="about"), *found, command(view_command(search.store, trace.index))]
+    )
 
 
 def _views(store: TraceStore, trace: Trace, view: View | None, choice: Choice, query: Query) -> tuple[Html, Html]:

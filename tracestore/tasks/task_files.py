@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,8 +57,9 @@ def _header(tasks: Sequence[Task]) -> str:
 def report_tasks(path: Path, tasks: Sequence[Task], output: Output) -> None:
     """Print what to do with the file of a plan."""
     output.print_json({"tasks": len(tasks), "bytes": sum(task.num_bytes for task in tasks)})
+    name = shlex.quote(str(path))
     output.info(
-        f"{plural(len(tasks), 'task')} in {path}; next: tracestore work {path}, then tracestore commit {path}"
+        f"{plural(len(tasks), 'task')} in {path}; next: tracestore work {name}, then tracestore commit {name}"
         if tasks
         else f"{path}: no task, because the store has all sources"
     )

@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -95,8 +96,9 @@ class Trainer:
         self.ranks, self.stop = ranks or DistributedContext(), stop or StopSignals()
         self.monitor = Monitor(name, config.epochs, log, line)
         self.planned_micro_batch, self.on_fatal_oom = micro_batch, on_fatal_oom
-        paths = " ".join(str(member.files.location) for member in store.internals.members)
-        self.resume_command = resume_command or f"tracestore train {paths} --output {folder.parent} --resume"
+        paths = [str(member.files.location) for member in store.internals.members]
+        words = ("tracestore", "train", *paths, "--output", str(folder.parent), "--resume")
+        self.resume_command = resume_command or shlex.join(words)
         self._saved_at = time.monotonic()
         self._unread: UnreadLoss | None = None
 

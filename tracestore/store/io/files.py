@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -239,7 +240,7 @@ class LocalFiles(ReadableFiles):
         """See ReadableFiles."""
         if not self.has_root():
             raise UsageError(
-                f"{self.root}: not a store, or one without its zarr.json (tracestore verify {self.root} --repair)"
+                f"{self.root}: not a store, or one without its zarr.json (tracestore verify {shlex.quote(str(self.root))} --repair)"
             )
 
     def has_root(self) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import enum
 import errno
 import os
+import shlex
 import stat
 import time
 from pathlib import Path
@@ -113,7 +114,7 @@ def _classify(store: Path, names: list[str] | None) -> FolderKind:
     if not LocalFiles(store).has_root():
         if has_manifest(store):
             raise CorruptStoreError(
-                f"{store}: zarr.json is missing or invalid. Run: tracestore verify {store} --repair"
+                f"{store}: zarr.json is missing or invalid. Run: tracestore verify {shlex.quote(str(store))} --repair"
             )
         raise UsageError(f"{store}: the folder is neither empty nor a store")
     for name in names:

@@ -1,6 +1,7 @@
 """Removal of files that no generation of a store names: those of writers that were stopped."""
 
 import os
+import shlex
 import stat
 import time
 from collections.abc import Container, Iterable
@@ -93,7 +94,9 @@ def _named(files: ReadableFiles) -> set[str]:
         except FileNotFoundError:
             raise StoreLockedError(f"{files.location}: another writer commits; repeat the command") from None
         except CorruptStoreError as error:
-            raise CorruptStoreError(f"{error}. Run: tracestore verify {files.location} --repair") from None
+            raise CorruptStoreError(
+                f"{error}. Run: tracestore verify {shlex.quote(str(files.location))} --repair"
+            ) from None
         with closing(generation):
             named |= {paths.manifest(number), paths.manifest_copy(number)}
             named |= {file.path for file in generation.manifest.small_files()}

@@ -1,6 +1,7 @@
 """Write the files of the next generation into a folder or object store (docs/format.md, "Commit")."""
 
 import itertools
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -149,7 +150,7 @@ def load_generation(target: CommitTarget, number: int) -> PinnedGeneration:
     except CorruptStoreError as error:
         if isinstance(target.location, RemoteURL):
             raise CorruptStoreError(f"{target.location}: {error}") from None
-        raise CorruptStoreError(f"{error}. Run: tracestore verify {target.path} --repair") from None
+        raise CorruptStoreError(f"{error}. Run: tracestore verify {shlex.quote(str(target.path))} --repair") from None
     target.sync_generations()
     return generation
 
