@@ -103,3 +103,26 @@ def test_lines_next_to_files_of_a_kept_layout_are_said_to_be_for_others(tmp_path
     dump(acts / "p0.pkl", {"other": states(2, 4, 8)})
 
     assert "and the like: convert them alone" in error_of("convert", tmp_path / "in", tmp_path / "s.zarr", code=3)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("kind", ["a dict per file", "a list"])
+def test_a_number_of_an_answer_is_not_left_out(tmp_path, kind, number):
+    """Files of a tool were converted without it, as the answer 0, if a table lay next to them."""
+    traces = [
+        {
+            "question_id": name,
+            "hidden_states": states(2, 4 + k, 8, seed=k),
+            "tokens": np.arange(4 + k),
+            "sample": number,
+        }
+        for k, name in enumerate(VALUES)
+    ]
+    for k, trace in enumerate(traces) if kind == "a dict per file" else [("all", traces)]:
+        dump(tmp_path / f"in/{k}.pkl", trace)
+    table(tmp_path / "in/labels.csv", [{"qid": name, "is_correct": value} for name, value in VALUES.items()])
+
+    done = convert(tmp_path / "in", tmp_path / "s.zarr", check=None)
+
+    assert done.returncode == (3 if number else 0)
+    assert number == 0 or "sample" in done.stderr

@@ -31,7 +31,7 @@ def left_over(
             address = places.address(Leaf(leaf.files, prefix, "", 0), identity, states.leaf)
             if needs_line and address is not None:
                 ignored.setdefault(address, []).append(meaning)
-            elif needs_line or _is_asked(meaning, identity, states):
+            elif needs_line or _is_lost(meaning, identity, states):
                 left_out.append(str(leaf))
     reasons = {address: _reason(address, meanings) for address, meanings in ignored.items()}
     left_out += [address for address, reason in reasons.items() if not reason]
@@ -57,6 +57,13 @@ def _unclaimed(leaf: Leaf, paths: Sequence[Path_]) -> Path_:
 def _is_refused(leaf: Leaf, prefix: Path_) -> bool:
     """Return whether the accounts refuse a leaf that no line names: an array, or what looks like a label."""
     return bool(leaf.rank and leaf.kind != "s") or (prefix == leaf.path and looks_like_label(prefix[-1]))
+
+
+def _is_lost(meaning: Meaning, identity: Identity, states: Meaning) -> bool:
+    """Return whether a leaf may say something of a trace: what _is_asked() finds, or which answer it is, unless the first."""
+    leaf = meaning.leaf
+    is_answer = leaf.key == "sample" and leaf.files == states.leaf.files and not leaf.rank
+    return (is_answer and not {"0"}.issuperset(texts_of(leaf.scalars))) or _is_asked(meaning, identity, states)
 
 
 def _is_asked(meaning: Meaning, identity: Identity, states: Meaning) -> bool:
