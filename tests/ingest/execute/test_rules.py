@@ -513,6 +513,7 @@ def test_rule_08_a_file_without_a_line(tmp_path):
 def test_rule_08_an_address_without_files(tmp_path):
     write_rows(tmp_path)
     refuse(tmp_path, {"hidden_states": "[id=id]/hs -> L S D"}, r"expected FILES : \[id=id\]/hs$")
+    refuse(tmp_path, {"hidden_states": "{id}.npy : hs -> L S D"}, r"add a line, or ignore = \[")
 
 
 @pytest.mark.parametrize("key", ["label", "is_correct", "isCorrect", "bleurt_score", "y", "hallucination", "verdict"])

@@ -174,7 +174,7 @@ def claim_files(
         lines = json.dumps(unowned[:_MAX_NAMES], ensure_ascii=False)
         way = f"add a line, {'pass --scores, ' * unowned[0].endswith(('.csv', '.tsv'))}or ignore = {lines}"
         way = "unpack it" if unowned[0].lower().endswith(_ARCHIVES) else way
-        wrong = next((text for text, found in claimed.items() if not found and text[:1] in "[{"), None)
+        wrong = next((text for text, found in claimed.items() if not found and text.startswith(("[", "{}"))), None)
         way = way if wrong is None else f"{wrong} is the name of a file in its lines, expected FILES : {wrong}"
         raise InvalidInputError(f"no line of the layout names {some_of(unowned)}; {way}")
     if is_stated:
