@@ -5,7 +5,7 @@ python bench/checkouts.py OTHER DIR [--what NAME ...] [--rounds 9]
 Every measurement is a process of its own, and the checkouts alternate; each reads the store that it wrote. A row has
 the median seconds of both, and the ratio of this checkout to the other: of the medians, of the processor time, and the
 range of the single rounds. Use a DIR on a tmpfs, and compare a checkout with itself to learn the noise of the machine:
-rows below a second may need 100 rounds.
+rows below a second may need 100 rounds. Training runs for a fixed time: its processor time says nothing.
 """
 
 import argparse
