@@ -1,6 +1,8 @@
 """Test that `main(argv)` leaves the process unchanged, and that a program configures its own process."""
 
+import ctypes
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -36,15 +38,14 @@ def process_state():
 
 @pytest.mark.long
 def test_command_with_argv_leaves_the_process_unchanged(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "tracestore.cli.commands.convert.reuse_freed_memory", lambda _: pytest.fail("changed the allocator")
-    )
+    monkeypatch.setattr(process, "reuse_freed_memory", lambda *_, **__: pytest.fail("changed the allocator"))
     monkeypatch.setattr(process, "frozen_garbage", FROZEN_GARBAGE)
     gc.unfreeze()  # as in the process of a user
     store = write_labeled(tmp_path / "labeled.zarr")
     train = ["train", "--store", store, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--output-dir", tmp_path / "r"]
     train[train.index("--num-threads") + 1] = torch.get_num_threads() + 1
     command("train", "--help")  # imports may change the environment once
+    importlib.import_module("sklearn")
     before = process_state()
 
     for code, words in (
@@ -63,11 +64,25 @@ def test_command_with_argv_leaves_the_process_unchanged(folder, tmp_path, monkey
 
 
 def test_program_configures_the_allocator(folder, tmp_path, monkeypatch, capsys):
-    budgets = []
-    monkeypatch.setattr("tracestore.cli.commands.convert.reuse_freed_memory", budgets.append)
+    calls = []
+    monkeypatch.setattr(process, "reuse_freed_memory", lambda *words, **names: calls.append((words, names)))
     monkeypatch.setattr(sys, "argv", ["tracestore", "convert", str(folder), str(tmp_path / "s.zarr")])
     assert cli.main() == 0
-    assert budgets == [512 << 20]
+    assert calls == [((), {}), ((512 << 20,), {"num_arenas": 1})]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's allocator alone is configured")
+def test_freed_memory_is_used_again():
+    code = (
+        "import resource, torch; from tracestore import process\n"
+        "process.reuse_freed_memory()\n"
+        "def faults():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    for size in range(20, 30): torch.ones(size << 18)\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "print(faults() > 5000, faults() < 500)"
+    )
+    assert run_cli("-c", code, check=0).stdout == "True True\n"
 
 
 @pytest.mark.long

@@ -59,6 +59,8 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
         try:
             args = parser.parse_args(words)
             args.prog, args.words, args.is_program = prog, words, is_program
+            if is_program:
+                process.reuse_freed_memory()
             return module.run(args, Output(args.json)) or 0
         except UsageError as error:
             if prints_errors:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Self, get_args
 
 import numpy as np
 
+from tracestore import process
 from tracestore.detectors.interface import Detector, Kind, describe, missing_fields
 from tracestore.detectors.registry import DetectorEntry, make_detector, registry
 from tracestore.errors import TracestoreError, UsageError, escape_unprintable
@@ -275,6 +276,7 @@ def _end_with_parent(pipe: int) -> None:
 
 def main() -> NoReturn:
     """Run the job of the standard input."""
+    process.reuse_freed_memory()
     writing, pipe = int(sys.argv[1]), os.dup(0)
     os.set_inheritable(writing, False)
     with open(os.devnull) as nothing:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from tracestore import process
 from tracestore.data.batch import GraphBatch, SequenceBatch
 from tracestore.data.batch_format import EdgeMasks
 from tracestore.data.buffers import copy_together
@@ -218,12 +219,13 @@ class BatchFeed:
             del batch
 
     def reduce_memory(self) -> None:
-        """Keep one batch in flight, no decoded chunks and no worker processes from now on."""
+        """Keep one batch in flight, no decoded chunks, freed memory or worker processes from now on."""
         if self.num_workers:
             self.num_workers = 0
             # Ending the workers loses their batches, which are gathered again.
             self.seek(self._epoch, self._next)
         self.loader.reduce_memory()
+        process.return_freed_memory()
         self.is_reduced = True
         if self.on_reduce is not None:
             self.on_reduce()

@@ -7,12 +7,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from tracestore import process
 from tracestore.cli.flags import add_flags, option_names, values
 from tracestore.console import Output, Parser, float_where
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
 from tracestore.errors import UsageError
-from tracestore.process import reuse_freed_memory
 from tracestore.store.format.paths import RECEIPTS
 from tracestore.store.io.files import parse_location
 from tracestore.store.io.fsio import map_os_errors
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         )
     options = ConvertOptions(**values(args, option_names(ConvertOptions)))
     if args.is_program:
-        reuse_freed_memory(options.memory_budget)
+        process.reuse_freed_memory(options.memory_budget, num_arenas=1)
     if args.plan is not None:
         from tracestore.tasks.task_files import check_tasks_file, report_tasks, write_tasks
         from tracestore.tasks.task_plan import plan_tasks
