@@ -922,13 +922,92 @@ def test_an_array_is_no_value_of_names(tmp_path):
         parse_layout({"hidden_states": "a.npy -> N L S D", "tokens": "={id}"})
 
 
-@pytest.mark.parametrize("entries", [{}, {"shape.hidden_states": "a.pkl : [id=id]/shape"}])
-def test_base64_is_not_read(tmp_path, entries):
-    text = base64.b64encode(states(2, 3, 8).tobytes()).decode()
-    dump(tmp_path / "in/a.pkl", [{"id": "q0", "hs": text, "shape": [2, 3, 8]}])
-    layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "dtype.hidden_states": "float32"}
+def test_a_number_that_is_a_key_leaves_out_no_row(tmp_path):
+    """[a column of the name 0]"""
+    hidden = [states(1, 3, 8, seed=k) for k in range(3)]
+    dump(tmp_path / "in/a.pkl", {"hs": hidden, "id": ["a", "b", "c"], 0: [0.5, 0.5, 0.5]})
 
-    refuse(tmp_path, layout | (entries or {"ignore": "a.pkl : []/shape"}), "base64 is not read")
+    traces = convert(tmp_path, {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "ignore": "a.pkl : 0"})
+
+    assert [key for key, _ in traces] == ["a", "b", "c"]
+
+
+BASE64 = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "dtype.hidden_states": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("change", "entries", "message"),
+    [
+        (
+            lambda text: text,
+            {"ignore": "a.pkl : []/shape"},
+            "which is no JSON; shape.hidden_states and dtype.hidden_states",
+        ),
+        (lambda text: text, {"dtype.hidden_states": "float64"}, "found 24 float64 values, expected the shape"),
+        (lambda text: text[:-4], {}, "found 45 float32 values|a text"),
+        (lambda text: text.replace("A", "-"), {}, "found a text"),
+        (lambda text: base64.b64decode(text).hex(), {}, "found 72 float32 values"),
+    ],
+)
+def test_base64_that_is_other_than_stated(change, entries, message, tmp_path):
+    text = change(base64.b64encode(states(2, 3, 8).tobytes()).decode())
+    dump(tmp_path / "in/a.pkl", [{"id": "q0", "hs": text, "shape": [2, 3, 8]}])
+    shape = {} if "ignore" in entries else {"shape.hidden_states": "a.pkl : [id=id]/shape"}
+
+    refuse(tmp_path, BASE64 | shape | entries, message)
+
+
+def test_base64_of_a_stated_shape(tmp_path):
+    hidden = states(2, 3, 8)
+    dump(tmp_path / "in/a.pkl", [{"id": "q0", "hs": base64.b64encode(hidden.tobytes()).decode(), "shape": [2, 3, 8]}])
+
+    (trace,) = convert(tmp_path, BASE64 | {"shape.hidden_states": "a.pkl : [id=id]/shape"}).values()
+
+    np.testing.assert_allclose(trace.hidden_states, hidden, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[0.5 1. -2e-3 .25]", None),
+        ("0.5  1.\n -0.002 0.25", None),
+        ("[0.5, 1.0, -0.002, 0.25]", None),
+        ("[0.5 1. ... 0.25]", "which is no JSON"),
+        ("0.5 1. -0.002 0.25]", "which is no JSON"),
+        ("0.5 1_0 -0.002 0.25", "which is no JSON"),
+        ("0.5 1. -0.002-0.25 0.25", "which is no JSON"),
+        ("[0.5 1. -0.002]", "expected 3 as in"),
+        ("[[0.5 1.]\n [-0.002 0.25]]", "which is no JSON"),
+    ],
+)
+def test_vectors_as_text(text, message, tmp_path):
+    table(tmp_path / "in/a.csv", [{"id": "q0", "v": text}, {"id": "q1", "v": "[1. 2. 3. 4.]"}])
+    layout = {"last_token": "a.csv : [id=id]/v -> D"}
+
+    if message:
+        refuse(tmp_path, layout, message)
+    else:
+        first, second = convert(tmp_path, layout).values()
+        np.testing.assert_allclose(first.last_token, [[0.5, 1, -0.002, 0.25]], atol=1e-5)
+        np.testing.assert_array_equal(second.last_token, [[1, 2, 3, 4]])
+
+
+@pytest.mark.parametrize(("left_out", "ids", "is_right"), [(0, 2, True), (0, 3, False), (2, 2, True), (1, 2, False)])
+def test_an_item_that_is_left_out_shifts_no_row(left_out, ids, is_right, tmp_path):
+    """[rows in order that count the header]"""
+    items = [{"hs": states(1, 3, 8, seed=k)} for k in range(2)]
+    kept = [item["hs"] for item in items]
+    items.insert(left_out if left_out != 1 else 0, {"model": "m"})
+    dump(tmp_path / "in/a.pkl", items)
+    (tmp_path / "in/ids.txt").write_text("".join(f"q{k}\n" for k in range(ids)))
+    layout = {"hidden_states": "a.pkl : []/hs -> L S D", "question_id": "ids.txt : []", "ignore": f"a.pkl : {left_out}"}
+
+    if not is_right:
+        refuse(tmp_path, layout, "rows|missing key|no trace|hs")
+        return
+    for k, trace in enumerate(convert(tmp_path, layout).values()):
+        assert trace.question_id == f"q{k}"
+        np.testing.assert_allclose(trace.hidden_states, kept[k], atol=2e-3)
 
 
 def test_rule_01_layers_in_another_order(tmp_path):

@@ -214,12 +214,12 @@ def test_raw_numbers_next_to_a_table_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["hidden_b64", "h_base64", "data"])
-def test_base64_is_said_not_to_be_read(tmp_path, key):
+def test_base64_is_recognized(tmp_path, key):
     (tmp_path / "in").mkdir()
     rows = [{key: base64.b64encode(states(4, 8, seed=k).tobytes()).decode(), "sha": "0f" * 64} for k in range(3)]
     (tmp_path / "in/a.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     assert proposal_of(tmp_path).tree() == [
-        f"a.jsonl : []/{key}: text (base64 is not read)",
+        f"a.jsonl : []/{key}: text (base64: dtype and shape entries read it)",
         "a.jsonl : []/sha: text",
     ]

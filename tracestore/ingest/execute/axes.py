@@ -1,5 +1,7 @@
 """The only place where axes move: values of the tree as arrays with the axes that a field has in a store, layers in order."""
 
+import base64
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.values import describe, json_value, named, number_of
+from tracestore.ingest.execute.values import array_value_of, describe, json_value, named, number_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
@@ -77,7 +79,7 @@ def read(value: Value, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[
     if not axes:
         return _of_scalar(value, what), ()
     if isinstance(value, str):  # a cell of a table
-        return read(json_value(value, what), axes, fixed, what)
+        return read((json_value if what == _TEXTS else array_value_of)(value, what), axes, fixed, what)
     if not isinstance(value, Items):
         raise InvalidInputError(f"found {describe(value)}, expected the axes {_text(axes)}", field=what)
     axis, rest = axes[0], axes[1:]
@@ -210,15 +212,15 @@ def _layers(cell: Cell, letters: str, fixed: Fixed, settings: Mapping[str, Any],
         count = value.length or 0
         return [_moved(*read(value[k], axes[1:], fixed, what), letters, what) for k in range(count)]
     array, found = read(value, axes, fixed, what)
-    if "LD" in found:
-        at, (size, dim) = found.index("LD"), (settings.get("L.size"), settings.get("D.size"))
+    if (flat := next((axis for axis in ("LD", "SD") if axis in found), None)) is not None:
+        at, (size, dim) = found.index(flat), (settings.get(f"{flat[0]}.size"), settings.get("D.size"))
         width = array.shape[at]
         count = size if size is not None else width // dim if dim else 0
         if not count or width % count or (dim is not None and width != count * dim):
-            text = f"found {width} numbers on the axis (L D); L.size or D.size divides them"
-            raise InvalidInputError(text, field=what)
+            needed = "L.size or D.size divides" if flat == "LD" else "D.size divides"
+            raise InvalidInputError(f"found {width} numbers on the axis ({' '.join(flat)}); {needed} them", field=what)
         array = array.reshape(*array.shape[:at], count, width // count, *array.shape[at + 1 :])
-        found = (*found[:at], "L", "D", *found[at + 1 :])
+        found = (*found[:at], *flat, *found[at + 1 :])
     if "L" not in found:
         return [_moved(array, found, letters, what)]
     return list(_moved(array, found, f"L{letters}", what))
@@ -238,8 +240,11 @@ def _moved(array: np.ndarray, letters: Sequence[str], wanted: str, what: str) ->
 
 
 def shaped(cell: Cell, shape: np.ndarray, stated: str | None) -> Cell:
-    """Return a cell of flat numbers, or of bytes of a stated dtype, in a shape of its row."""
+    """Return a cell of flat numbers, or of bytes of a stated dtype, also in base64, in a shape of its row."""
     array = as_array(cell.value)
+    if isinstance(cell.value, str) and stated is not None:
+        with contextlib.suppress(ValueError):
+            array = NumpyArray(np.frombuffer(base64.b64decode(cell.value, validate=True), np.uint8))
     numbers = None if array is None else np.ascontiguousarray(array.read())
     if shape.dtype.kind not in "iu" or shape.min(initial=1) < 1:
         found = f"found {shape.tolist()!s:.60}, expected positive integers"
@@ -250,7 +255,7 @@ def shaped(cell: Cell, shape: np.ndarray, stated: str | None) -> Cell:
     sizes = tuple(int(size) for size in shape.tolist())
     if numbers is None or numbers.ndim != 1 or len(sizes) != len(cell.axes) or math.prod(sizes) != numbers.size:
         found = "other than flat numbers" if numbers is None else f"{numbers.size} {numbers.dtype.name} values"
-        found = "a text (base64 is not read)" if isinstance(cell.value, str) else found
+        found = "a text" if numbers is None and isinstance(cell.value, str) else found
         expected = f"the shape {list(sizes)} on the axes {_text(cell.axes)}"
         hint = "" if stated is not None else f"; dtype.{cell.place.name} states the kind of bytes"
         raise InvalidInputError(f"found {found}, expected {expected}{hint}", field=cell.place.name)

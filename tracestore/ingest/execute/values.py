@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.layout.addresses import ItemsStep, ItemValue
-from tracestore.ingest.layout.fields import LABELS, MISSING_WORD, rule_of, score_of
+from tracestore.ingest.layout.fields import LABELS, MISSING_WORD, STATES, rule_of, score_of
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.readers.text import json_tree
 from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value, array_value, as_array
@@ -23,6 +24,7 @@ _MAX_INTEGER_FLOAT = 2.0**53
 # Words that follow the field.
 _RELATIVE = {**dict.fromkeys(("yes", "true", "1", "1.0"), 1.0), **dict.fromkeys(("no", "false", "0", "0.0"), 0.0)}
 _ROUNDED = ", which a float of this size rounds: write integers or texts"
+_NUMBER, _MAX_TEXT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"), 4 << 20
 _MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 
 
@@ -140,9 +142,19 @@ def json_value(text: str, field: str, source: str | None = None) -> Value:
         return json_tree(json.loads(text))
     except (ValueError, RecursionError):
         shown = escape_unprintable(text, 40)
+        hint = f"; shape.{field} and dtype.{field} read base64" if field in STATES else ""
         raise InvalidInputError(
-            f"found the text {shown!r}, which is no JSON; base64 is not read", source=source, field=field
+            f"found the text {shown!r}, which is no JSON{hint}", source=source, field=field
         ) from None
+
+
+def array_value_of(text: str, field: str) -> Value:
+    """Return an array that a text of a table holds: JSON, or numbers with blanks between them, as NumPy prints a vector."""
+    inner = text.strip().removeprefix("[").removesuffix("]")
+    words = inner.split() if len(text) <= _MAX_TEXT and len(text.strip()) - len(inner) in (0, 2) else []
+    if len(words) > 1 and all(map(_NUMBER.fullmatch, words)):
+        return ListItems([number_of(word, field) for word in words], lambda item: item)
+    return json_value(text, field)
 
 
 def list_value(text: str, axis: str, field: str, source: str) -> Items:

@@ -1,10 +1,12 @@
 """Follow the paths of a layout through the tree of a file, and yield the values at their ends."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.ingest.execute.key_steps import followed, match_key, member_number
 from tracestore.ingest.execute.values import (
     describe,
     id_text,
@@ -63,10 +65,17 @@ class Node:
         """Return whether items of the traces lie here or below."""
         return self.is_unit or self.has_unit_items or any(child.leads_to_unit for _, child in self.children)
 
+    @functools.cached_property
+    def left_out(self) -> dict[int, "Node"]:
+        """The items, by number, that `ignore` leaves out next to those that lines read."""
+        ignored = [(member_number(step), child) for step, child in self.children if child.ignores and not child.leaves]
+        has_items = any(isinstance(step, ItemsStep) for step, _ in self.children)
+        return {k: child for k, child in ignored if k is not None and has_items}
+
     def has_named(self, key: Any) -> bool:
         """Return whether the items bind a key, or lines with other brackets name it."""
         steps = (step for row in self.rows for step, _ in row.children)
-        return str(key) in self.keys or any(isinstance(s, KeyStep) and _match_key(s, key) is not None for s in steps)
+        return str(key) in self.keys or any(isinstance(s, KeyStep) and match_key(s, key) is not None for s in steps)
 
     def at(self, path: Iterable[Step]) -> "Node":
         """Return the node at the end of a path."""
@@ -169,7 +178,7 @@ class Walk:
             children = [pair for pair in node.children if pair[1].leads_to_unit == has_units]
             yield from self._beside(node, children, value, bound, in_unit)
             items = [pair for pair in children if isinstance(pair[0], ItemsStep)]
-            for k, item in enumerate(rows_of(rows)) if items and rows is not None else ():
+            for k, item in enumerate(_kept(node, value, rows)) if items and rows is not None else ():
                 yield from self._item(items, item, k, bound, in_unit)
             if group is not None:
                 yield from self._keys(node, children, group, bound, in_unit)
@@ -195,7 +204,11 @@ class Walk:
             if isinstance(step, AttributeStep):
                 found = getattr(value, "attributes", {}).get(step.name)
                 yield from self.cells(child, found, bound, in_unit=in_unit)
-            elif isinstance(step, KeyStep) and isinstance(value, Items | Array):
+            elif (
+                isinstance(step, KeyStep)
+                and isinstance(value, Items | Array)
+                and member_number(step) not in node.left_out
+            ):
                 yield from self._member(node, step, child, value, bound, in_unit)
 
     def _parsed(self, node: Node, text: str) -> Value:
@@ -210,7 +223,7 @@ class Walk:
             if not items or (keys and names.isdisjoint(map(str, value))):
                 return None, value
             rows, columns = table_of(value, names, dict(items), f"{node.prefix}{items[0][0].text}", self._source)
-            others = {k: k for k in value if k not in columns or any(_match_key(s, k) is not None for s, _ in keys)}
+            others = {k: k for k in value if k not in columns or any(match_key(s, k) is not None for s, _ in keys)}
             return rows, MappingGroup(others, value.__getitem__)
         if not isinstance(value, Items | Array) and (keys or items):
             self._refuse(node, (keys or items)[0][0], f"{describe(value)}, expected keys or items")
@@ -289,7 +302,7 @@ class Walk:
         node.is_found = True
         rows, group = self._opened(node, self._parsed(node, value) if isinstance(value, str) else value)
         child = node.child(step)
-        for k, item in enumerate(rows_of(rows)) if rows is not None else ():
+        for k, item in enumerate(_kept(node, value, rows)) if rows is not None else ():
             if (found := self.bind(step, child, item, k, bound)) is not None:
                 yield item, found
             item = None
@@ -321,7 +334,7 @@ class Walk:
         claimed, rest = dict[Any, list[tuple[Step, Node, Any]]](), list[Any]()
         steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
         for key in names:
-            if len(best := _followed(steps, key)) > 1 and not any(child.ignores for _, child, _ in best[:2]):
+            if len(best := followed(steps, key)) > 1 and not any(child.ignores for _, child, _ in best[:2]):
                 raise InvalidInputError(
                     f"{best[0][0].text} and {best[1][0].text} match the key {key!s:.60} with equally many characters",
                     source=self._source,
@@ -337,7 +350,7 @@ class Walk:
             elif not node.has_named(key):
                 rest.append(key)
         for step, _ in steps:
-            if (k := _member_number(step)) is not None and {k, str(k)} <= claimed.keys():
+            if (k := member_number(step)) is not None and {k, str(k)} <= claimed.keys():
                 raise InvalidInputError(f"the keys {k} and {str(k)!r} both exist", source=self._source)
         return claimed, rest
 
@@ -346,7 +359,7 @@ class Walk:
     ) -> Cells:
         if all(other.ignores for _, other in node.children):
             self._refuse(node, step, f"{describe(value)}: ignore leaves out all of it, or nothing")
-        if (k := _member_number(step)) is not None:
+        if (k := member_number(step)) is not None:
             rows = settled(rows_of(value))
             if -(count := rows.length or 0) <= k < count:
                 yield from self.cells(child, rows[k % count], bound, in_unit=in_unit)
@@ -361,37 +374,23 @@ class Walk:
         raise InvalidInputError(f"{node.prefix}{step.text}: found {found}", source=self._source)
 
 
+def _kept(node: Node, value: Value, rows: Items | Array) -> Iterator[Value]:
+    """Yield the rows of a value but those whose number `ignore` names; in a mapping it names a key."""
+    left_out = {} if isinstance(value, Group) else node.left_out
+    for k, item in enumerate(rows_of(rows)):
+        if (child := left_out.get(k)) is None:
+            yield item
+        else:
+            child.is_found = True
+
+
 def _lacking(node: Node, item: Group) -> list[Node]:
     """Return the places of keys that a row does not have."""
     steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
-    return [child for step, child in steps if all(_match_key(step, key) is None for key in item)]
+    return [child for step, child in steps if all(match_key(step, key) is None for key in item)]
 
 
 def _column_names(items: Sequence[tuple[ItemsStep, Node]]) -> set[str]:
     """Return the names of the columns that items bind, or that lie below them."""
     bound = {value_of.path[0] for step, _ in items for value_of in step.values} - {"#"}
     return bound | {step.text for _, item in items for step, _ in item.children if isinstance(step, KeyStep)}
-
-
-def _followed(steps: list[tuple[KeyStep, Node]], key: Any) -> list[tuple[KeyStep, Node, dict[str, Any]]]:
-    """Return the steps that match a key with the most literal characters, and what they bind."""
-    wanted = None, key_text(key)  # most steps are another literal
-    near = (entry for entry in steps if entry[0].literal in wanted)
-    found = [(step, child, match) for step, child in near if (match := _match_key(step, key)) is not None]
-    lengths = [sum(part.num_literals for part in step.parts) for step, _, _ in found]
-    return [entry for entry, length in zip(found, lengths, strict=True) if length == max(lengths)]
-
-
-def _member_number(step: KeyStep) -> int | None:
-    """Return the number of the member that a step names, None for other names."""
-    text = step.literal
-    return int(text) if text is not None and text.lstrip("-").isdecimal() else None
-
-
-def _match_key(step: KeyStep, key: Any) -> dict[str, Any] | None:
-    """Return what a step binds in a key, None if the key is another one."""
-    members = key if isinstance(key, tuple) else (key,)
-    if len(members) != len(step.parts) or isinstance(key, tuple) != (len(step.parts) > 1):
-        return None
-    found = [part.match(key_text(member)) for part, member in zip(step.parts, members, strict=True)]
-    return None if None in found else {name: value for match in found if match for name, value in match.bound.items()}

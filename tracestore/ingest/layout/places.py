@@ -14,7 +14,7 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, Pattern
 # The tokens of states are their axis S, also if they begin at prompt_length.
 _OF_STATES = {"G": "S"}
 # Axes along which others lie behind each other.
-_FLAT = ("NS", "NK", "KN", "LD")
+_FLAT = ("NS", "NK", "KN", "LD", "SD")
 # Names of what may bind the order of rows but says that the order is another one (rule 13a).
 _RANK = re.compile(r"(rank|gpu|proc|process|worker)[-_]?\d", re.IGNORECASE)
 _NO_ORDER = re.compile(r"(rank|gpu|proc|process|worker|shard_of)[-_]?(\\\{|\{)?chunk", re.IGNORECASE)
@@ -256,7 +256,7 @@ def _place(layout: Layout, name: str, address: Address, part: int = 0, *, is_opt
         axes = ("V",)  # any number of values
     if unknown := [axis for axis in axes if len(axis) > 1 and axis not in _FLAT]:
         raise UsageError(
-            f"{name}: {address}: found ({' '.join(unknown[0])}), expected (N S), (N K), (K N) or (L D); "
+            f"{name}: {address}: found ({' '.join(unknown[0])}), expected (N S), (N K), (K N), (L D) or (S D); "
             f"shape.{layout.states} gives the shape of flat numbers"
         )
     if name == STATES[0]:

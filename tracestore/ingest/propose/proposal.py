@@ -101,7 +101,7 @@ class Proposal:
             extents = ", ".join(list(shapes)[:3]) + ", ..." * (len(shapes) > 3)
             kind = _KINDS[leaf.number_kind] + " as text" * (leaf.number_kind != leaf.kind)
             is_base64 = leaf.scalars and all(_BASE64.match(str(value)) for value in leaf.scalars)
-            kind += " (base64 is not read)" if is_base64 else ""
+            kind += " (base64: dtype and shape entries read it)" if is_base64 else ""
             lines.append(f"{escape_unprintable(str(leaf))}: {kind} {extents}".rstrip())
         unread = self.observation.unread.items()
         return [*lines, *(f"{escape_unprintable(name, 60)}: not read: {why}" for name, why in unread)]

@@ -1,0 +1,32 @@
+"""The keys and members that the steps of a path follow."""
+
+from typing import Any, TypeVar
+
+from tracestore.ingest.execute.values import key_text
+from tracestore.ingest.layout.addresses import KeyStep, Step
+
+T = TypeVar("T")
+
+
+def followed(steps: list[tuple[KeyStep, T]], key: Any) -> list[tuple[KeyStep, T, dict[str, Any]]]:
+    """Return the steps that match a key with the most literal characters, and what they bind."""
+    wanted = None, key_text(key)  # most steps are another literal
+    near = (entry for entry in steps if entry[0].literal in wanted)
+    found = [(step, child, match) for step, child in near if (match := match_key(step, key)) is not None]
+    lengths = [sum(part.num_literals for part in step.parts) for step, _, _ in found]
+    return [entry for entry, length in zip(found, lengths, strict=True) if length == max(lengths)]
+
+
+def member_number(step: Step) -> int | None:
+    """Return the number of the member that a step names, None for other names."""
+    text = step.literal if isinstance(step, KeyStep) else None
+    return int(text) if text is not None and text.lstrip("-").isdecimal() else None
+
+
+def match_key(step: KeyStep, key: Any) -> dict[str, Any] | None:
+    """Return what a step binds in a key, None if the key is another one."""
+    members = key if isinstance(key, tuple) else (key,)
+    if len(members) != len(step.parts) or isinstance(key, tuple) != (len(step.parts) > 1):
+        return None
+    found = [part.match(key_text(member)) for part, member in zip(step.parts, members, strict=True)]
+    return None if None in found else {name: value for match in found if match for name, value in match.bound.items()}
