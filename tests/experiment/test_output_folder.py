@@ -11,7 +11,7 @@ import torch
 
 import tracestore
 from tests.experiment.quiet import train_quietly
-from tests.helpers import make_traces, write_store
+from tests.helpers import command, make_traces, write_store
 from tests.train.runs import outcome
 from tracestore.errors import InsufficientMemoryError, OutputDirLockedError, TrainingError, UsageError
 from tracestore.evaluation import probe
@@ -116,6 +116,16 @@ def test_a_refused_run_leaves_an_earlier_run_unchanged(labeled, tmp_path, option
         with pytest.raises(UsageError):
             train(store, out, **options, **refused)
         assert files(out) == before
+
+
+@pytest.mark.long
+def test_a_refused_run_leaves_no_new_folder(tmp_path):
+    one_class = write_store(tmp_path / "one.zarr", make_traces(40, tokens=3), score=0.9)
+    (tmp_path / "empty").mkdir()
+    for name in ("train", "benchmark"):
+        for folder in (tmp_path / "new" / "folder", tmp_path / "empty"):
+            assert "both classes" in command(name, one_class, "--output", folder, check=2).stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "one.zarr"]
 
 
 def test_one_training_at_a_time(labeled, tmp_path):

@@ -126,7 +126,6 @@ def run_benchmark(
     _check_stores(list(opened.values()), options)
     thresholds = [store.internals.score_threshold(options.score_threshold) for store in opened.values()]
     options = replace(options, score_threshold=thresholds[0])
-    output_dir.mkdir(parents=True, exist_ok=True)
     with lock_output_dir(output_dir):
         checkpoints = output_dir.glob("checkpoints*/*.pt") if options.save_detectors else ()
         if not options.overwrite and ((output_dir / RESULTS).exists() or any(checkpoints)):

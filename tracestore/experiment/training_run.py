@@ -98,7 +98,6 @@ def run_experiment(
     model_config = _check_store(store, options)
     if ranks.world_size > 1 and model_config.normalization == "batch":
         raise UsageError("--normalization batch: its statistics are those of one process; found several ranks")
-    output_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         ranks.on_rank_zero(lambda: stack.enter_context(lock_output_dir(output_dir)))
         ranks.on_rank_zero(lambda: _check_output_dir(output_dir, options))

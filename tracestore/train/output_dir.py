@@ -15,7 +15,7 @@ from tracestore.store.io import fsio
 
 @contextmanager
 def lock_output_dir(folder: Path) -> Iterator[None]:
-    """Hold the lock of an output directory.
+    """Create an output directory and hold its lock. A new directory into which nothing is written is removed again.
 
     Two runs in one directory would test and resume from each other's checkpoints. The lock
     belongs to the process, and its workers do not inherit it. On a file system without locks
@@ -26,6 +26,8 @@ def lock_output_dir(folder: Path) -> Iterator[None]:
     OutputDirLockedError
         If another process writes into this directory.
     """
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
@@ -33,7 +35,13 @@ def lock_output_dir(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise OutputDirLockedError(f"{folder}: another run writes there; pass another --output") from None
-        yield
+        try:
+            yield
+        finally:
+            if created and os.listdir(folder) == [".lock"]:
+                os.unlink(folder / ".lock")
+                for path in created:
+                    path.rmdir()
     finally:
         os.close(fd)
 

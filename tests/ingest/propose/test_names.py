@@ -82,3 +82,7 @@ def test_a_name_without_a_pattern_is_escaped():
 
 def test_words():
     assert words_of("hiddenStates_12.lastToken") == ("hidden", "states", "last", "token")
+
+
+def test_the_name_of_a_score_is_no_id():
+    assert {family.pattern for family in families(["token_f1", "rouge1"])} == {"token_f1", "rouge1"}

@@ -160,6 +160,16 @@ def test_a_subset_keeps_bytes_scores_order_and_sources(store, tmp_path):
     assert_same(whole, tracestore.open(tmp_path / "some.zarr"))
 
 
+def test_a_line_of_blanks_is_an_id(tmp_path):
+    ids = ["  ", "\u2028", "a"]
+    store = write_store(tmp_path / "s.zarr", [make_trace(k) | {"question_id": ids[k]} for k in range(3)])
+    (tmp_path / "ids").write_text("\u2028\n\n  \r\n")
+    cli("subset", store, tmp_path / "some.zarr", "--ids", tmp_path / "ids")
+    assert list(tracestore.open(tmp_path / "some.zarr").question_ids) == ids[:2]
+    (tmp_path / "ids").write_text("a\n \n")
+    assert "no such id" in cli("subset", store, tmp_path / "x.zarr", "--ids", tmp_path / "ids", check=2).stderr
+
+
 @pytest.mark.long
 def test_subsets_by_segment_and_by_split(store, tmp_path):
     # The traces of each source are in their own segment; the second sample of q4 does not change that.

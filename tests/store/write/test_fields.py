@@ -228,6 +228,16 @@ def test_convert_counts_extras_by_name(tmp_path):
     assert "stored as extras, because no field holds them: level (3), note (2)" in done.stdout
 
 
+def test_a_group_is_a_text_or_an_integer(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.append({"hidden_states": states(), "question_id": "a"}, group=0)
+        writer.append({"hidden_states": states(), "question_id": "b", "group": 0}, group=0)
+        for group in (float("nan"), b"g", 1.5, ("g",)):
+            with pytest.raises(InvalidInputError, match="group: found "):
+                writer.append({"hidden_states": states(), "question_id": "c"}, group=group)
+    assert [trace.group for trace in tracestore.open(tmp_path / "s.zarr")] == ["0", "0"]
+
+
 def test_a_key_and_an_argument_must_agree(tmp_path):
     trace = {"hidden_states": states(), "label": 1, "score": 0.5, "group": "a", "scores": {"judge": 2.0}}
     with tracestore.create(tmp_path / "s.zarr") as writer:

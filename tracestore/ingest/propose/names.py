@@ -280,7 +280,7 @@ def _is_pattern(piece: Piece, *, is_path: bool) -> bool:
     """Return whether a piece is a pattern also where it does not vary: a number that a word counts, or an id."""
     text, what = piece
     if what == "?":
-        return not is_path and any(char.isdigit() for char in text)
+        return not is_path and any(char.isdigit() for char in text) and text.lower() not in SCORES
     return what not in ("split", "verdict", "rank")
 
 

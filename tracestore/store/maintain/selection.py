@@ -32,9 +32,8 @@ def read_ids(path: Path) -> list[str]:
         raise UsageError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a text file of question ids") from None
-    # splitlines() would also split at characters that an id may contain.
-    ids = [line.rstrip("\r") for line in text.split("\n")]
-    ids = [line for line in ids if line.strip()]
+    # splitlines() and strip() would also split and skip at characters that an id may consist of.
+    ids = [line for line in (line.removesuffix("\r") for line in text.split("\n")) if line]
     if not ids:
         raise UsageError(f"{path}: holds no question id")
     return ids

@@ -13,7 +13,7 @@ from tracestore.store.format.provenance import Provenance, with_layers
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.vocabulary import SCORES
 from tracestore.store.write.field_values import check_agreement, field_error, label_value, lens_arrays, score_value
-from tracestore.store.write.record import TraceRecord, record_from_dict
+from tracestore.store.write.record import TraceRecord, question_id_text, record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
 _CHOICES = schema.OPTION_VALUES | {"score_direction": labels.DIRECTIONS}
@@ -155,7 +155,7 @@ class TraceWriter:
         score: float | None = None,
         scores: Mapping[str, float] | None = None,
         label: float | None = None,
-        group: str = "",
+        group: str | int = "",
     ) -> None:
         """Append one trace. The scores and the group of a trace that the store has replace the stored ones.
 
@@ -173,7 +173,7 @@ class TraceWriter:
             Values of scores that `define_score` defined or docs/fields.md lists.
         label : float, optional
             1 for a hallucinated answer, 0 for a correct one.
-        group : str
+        group : str or int
             Group for splits; traces of one group belong to the same split.
 
         Raises
@@ -190,7 +190,7 @@ class TraceWriter:
         need = None if is_first or self._is_refused else writer.attributes.options["attention"] != "none"
         with _named_for_programs():
             record = record_from_dict(trace, source_name=name, position=0, need_attention=need)
-            if score is not None or scores or label is not None or group:
+            if score is not None or scores or label is not None or group not in (None, ""):
                 _add_arguments(record, score, scores or {}, label, group)
             check_agreement(record.scores | ({} if record.label is None else {"label": record.label}))
             self._define_scores(record.scores)
@@ -277,11 +277,12 @@ class TraceWriter:
 
 
 def _add_arguments(
-    record: TraceRecord, score: float | None, scores: Mapping[str, float], label: float | None, group: str
+    record: TraceRecord, score: float | None, scores: Mapping[str, float], label: float | None, group: str | int
 ) -> None:
     """Add the arguments of append() to a record; InvalidInputError if they differ from the keys of its trace."""
     record.label = _same("label", record.label, None if label is None else label_value(label, "label"))
-    record.group = _same("group", record.group or None, group or None) or ""
+    given_group = None if group in (None, "") else question_id_text(group, "group")
+    record.group = _same("group", record.group or None, given_group) or ""
     given = {**scores, **({} if score is None else {labels.DEFAULT_SCORE_NAME: score})}
     for name, value in given.items():
         if value is not None and (number := score_value(value, name)) is not None:
