@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import as_completed
 from pathlib import Path
 
+from tracestore import process
 from tracestore.cli.flags import add_shard
 from tracestore.console import Output, Parser, positive_int
 from tracestore.convert.options import ConvertOptions
@@ -34,6 +35,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Write the tasks of a shard."""
+    if args.is_program:
+        process.reuse_freed_memory(args.memory_budget, num_arenas=1)
     if str(args.file) == "-":
         for line in sys.stdin:
             task = Task.from_json(line)
