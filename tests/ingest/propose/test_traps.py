@@ -5,12 +5,14 @@ Each test has the number of the rule that catches the trap in its name.
 
 import json
 
+import h5py
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import tracestore
 from tests.ingest.execute.folders import dump, save, states, table
-from tests.ingest.propose.folders import accept, refuse
+from tests.ingest.propose.folders import accept, check_candidates, proposal_of, refuse
 
 
 def attention(*shape):
@@ -627,3 +629,44 @@ def test_numbers_of_layers_prove_columns_in_front_rule_19(tmp_path):
     np.testing.assert_allclose(
         accept(tmp_path)["q1", 0].hidden_states, found[1]["hidden_states"].transpose(2, 1, 0), rtol=2e-3, atol=1e-3
     )
+
+
+def test_ids_of_a_list_in_another_order(tmp_path):
+    """[a table sorted by id next to a list of the ids of the rows]"""
+    save(tmp_path / "in/hidden_states.npy", states(3, 2, 4, 8))
+    save(tmp_path / "in/attention_mask.npy", np.ones((3, 4), "i8"))
+    (tmp_path / "in/ids.txt").write_text("c\na\nb\n")
+    table(tmp_path / "in/answers.csv", [{"question_id": q, "answer": q, "is_correct": 1} for q in "abc"])
+
+    proposal = proposal_of(tmp_path)
+
+    assert not proposal.candidates
+    assert "ids.txt: has the ids of question_id in another order" in proposal.refusals
+
+
+def test_two_files_of_one_letter_are_no_ids(tmp_path):
+    """[X.npy and y.npy]"""
+    save(tmp_path / "in/X.npy", states(6, 5, 12))
+    save(tmp_path / "in/y.npy", np.array([0, 1, 0, 1, 1, 0]))
+
+    proposal = proposal_of(tmp_path)
+    stores = check_candidates(tmp_path, proposal)
+
+    assert {"X.npy", "y.npy"} == set(proposal.observation.files)
+    assert any(c.outcome.is_last_token and c.outcome.counts.get("is_correct") == (3, 3, 6) for c, _ in stores)
+
+
+def test_names_of_axes_in_hdf5_are_no_labels(tmp_path):
+    """[DIMENSION_LABELS]"""
+    (tmp_path / "in").mkdir()
+    with h5py.File(tmp_path / "in/a.h5", "w") as file:
+        for k in range(3):
+            group = file.create_group(f"q{k}")
+            hidden = group.create_dataset("hidden_states", data=states(2, 3 + k, 8))
+            for axis, name in enumerate(("layer", "token", "dim")):
+                hidden.dims[axis].label = name
+            group["input_ids"] = np.arange(3 + k)
+
+    assert "DIMENSION" not in "".join(proposal_of(tmp_path).tree())
+    tracestore.convert_files(tmp_path / "in", tmp_path / "s.zarr")
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 3

@@ -10,6 +10,7 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation
 from tracestore.ingest.propose.leftovers import left_over
+from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import (
     LABELS,
     STATES,
@@ -47,6 +48,8 @@ class Draft:
         What is ignored, and why.
     cost : int
         How unusual the axes are.
+    contradiction : str
+        Why it is none.
     """
 
     entries: dict[str, Any]
@@ -54,6 +57,7 @@ class Draft:
     left_out: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     cost: int = 0
+    contradiction: str = ""
 
 
 class Drafter:
@@ -149,7 +153,7 @@ class Drafter:
                 entries["is_correct"] = "={verdict}"
             draft = Draft(entries, Case(self.places, states, identity, frame, lines, name).unproved())
             draft.left_out, draft.reasons, ignored = left_over(self.places, states, identity, used)
-            draft.cost = unusual(axes)
+            draft.cost, draft.contradiction = unusual(axes), self._other_order(used, identity)
             if ignored:
                 entries["ignore"] = ignored
             yield draft
@@ -160,6 +164,14 @@ class Drafter:
                     words = {f"words.{word}": is_correct == ("correct" in meaning.verdicts[0])}
                     doubts = [*draft.unproved, f"{word}: no known word, read as the opposite of the others"]
                     yield replace(draft, entries=entries | words, unproved=doubts)
+
+    def _other_order(self, used: list[Meaning], identity: Identity) -> str:
+        """Return what says that the ids have another order than the rows that are joined in order."""
+        ids = next((texts_of(m.leaf.scalars) for m in used if m.field == "question_id"), [])
+        others = (m.leaf for m in self.meanings if m not in used and identity.mode != "ids")
+        found = ((leaf, texts_of(leaf.scalars)) for leaf in others if leaf.kind in "si")
+        same = (str(leaf) for leaf, texts in found if texts != ids and sorted(texts) == sorted(ids))
+        return next((f"{leaf}: has the ids of question_id in another order" for leaf in same), "")
 
     def _fields(self, states: Meaning, identity: Identity, frame: Frame, used: list[Meaning]) -> list[list[_Choice]]:
         """Return the lines that each field but the labels may have; add the leaves that have one to `used`."""

@@ -129,18 +129,28 @@ def observe(files: Mapping[str, Path]) -> Observation:
     """Return what the files hold: the first and last files of each pattern are opened."""
     found = Observation()
     for family in families(files, is_path=True):
-        names = list(family.members)
-        found.files[family.pattern] = names
-        found.families[family.pattern, ()] = family
-        contexts: Contexts = []
-        for name in _both_ends(names, _MAX_FILES):
-            try:
-                with open_tree(files[name]) as root:
-                    contexts.append(({"F": name, **_texts(family.members[name])}, look(root)))
-            except InvalidInputError as error:
-                found.unread[name] = str(error)
-        _walk(found, family.pattern, (), contexts)
+        seen = _opened(found, family, files)
+        ranks = {len(one.dims) for one in seen.values() if one.kind in "fib"}
+        # X.npy and y.npy are no ids: the states of traces have as many axes.
+        is_one = len(ranks) < 2 or len(seen) < len(family.members)
+        for one in [family] if is_one else [Family(escape(name), {name: {}}) for name in seen]:
+            found.files[one.pattern] = list(one.members)
+            found.families[one.pattern, ()] = one
+            contexts = [({"F": n, **_texts(one.members[n])}, seen[n]) for n in one.members if n in seen]
+            _walk(found, one.pattern, (), contexts)
     return found
+
+
+def _opened(found: Observation, family: Family, files: Mapping[str, Path]) -> dict[str, Seen]:
+    """Return what the first and last files of a pattern hold."""
+    seen: dict[str, Seen] = {}
+    for name in _both_ends(list(family.members), _MAX_FILES):
+        try:
+            with open_tree(files[name]) as root:
+                seen[name] = look(root)
+        except InvalidInputError as error:
+            found.unread[name] = str(error)
+    return seen
 
 
 def _both_ends(names: list[str], most: int) -> list[str]:

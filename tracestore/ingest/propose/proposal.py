@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import TracestoreError, escape_unprintable
+from tracestore.errors import InvalidInputError, TracestoreError, escape_unprintable
 from tracestore.ingest.execute.claims import is_other
 from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
@@ -187,6 +187,8 @@ def _tried(
             proposal.num_more += 1
             continue
         try:
+            if draft.contradiction:
+                raise InvalidInputError(draft.contradiction)
             found.append(Candidate(layout, draft, try_layout(layout, first, is_partial=len(first) < len(files))))
         except TracestoreError as error:
             proposal.refusals.append(str(error))

@@ -73,8 +73,8 @@ class Groups:
         values = {}
         for name in item.attrs:
             attribute = item.attrs.get_id(name)
-            if attribute.shape is None:
-                continue  # without a value
+            if attribute.shape is None or name.startswith("DIMENSION_"):
+                continue  # without a value; names of axes and their scales
             if h5py.check_string_dtype(attribute.dtype) is None and attribute.dtype.kind not in "biuf":
                 continue  # complex numbers; references between objects, as netCDF and pandas write them
             self._texts += attribute.get_storage_size()
