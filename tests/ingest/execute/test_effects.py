@@ -485,6 +485,15 @@ def test_rule_10_rows_count_within_equal_ids(tmp_path):
     assert found == {("a", 0): "answer 0", ("b", 0): "answer 1", ("a", 1): "answer 2", ("b", 1): "answer 3"}
 
 
+def test_rule_10_answers_to_the_question_of_a_name(tmp_path):
+    dump(tmp_path / "in/q.pkl", np.stack([states(2, 3, 8, seed=k) for k in range(2)]))
+    refuse(tmp_path, {"hidden_states": "{id}.pkl -> N L S D"}, "occurs twice: K instead of N")
+
+    traces = convert(tmp_path, {"hidden_states": "{id}.pkl -> K L S D"})
+
+    assert traces.keys() == {("q", 0), ("q", 1)}
+
+
 def test_rule_10_answers_of_keys_without_order_are_not_counted(tmp_path):
     dump(tmp_path / "in/a.pkl", {f"k{k}": {"hs": states(2, 3, 8, seed=k), "id": "a"} for k in range(3)})
     layout = {"hidden_states": "a.pkl : {n}/hs -> L S D", "question_id": "a.pkl : {n}/id", "sample": "#"}

@@ -20,6 +20,18 @@ def test_a_list_of_dicts(tmp_path):
     np.testing.assert_allclose(found["q1", 0].hidden_states, rows()[1]["hs"], rtol=2e-3, atol=1e-3)
 
 
+def test_parquet_of_datasets(tmp_path):
+    """`Dataset.to_parquet()` describes its columns and its pages in the metadata of the file."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    items = [{"id": row["id"], "hs": row["hs"].tolist(), "input_ids": row["input_ids"]} for row in rows()]
+    data = pa.Table.from_pylist([item | {"hidden_states": item.pop("hs")} for item in items])
+    (tmp_path / "in").mkdir()
+    with pq.ParquetWriter(tmp_path / "in/a.parquet", data.schema) as writer:
+        writer.write_table(data)
+        writer.add_key_value_metadata({"huggingface": "{}", "content_defined_chunking": '{"norm_level": 0}'})
+    assert accept(tmp_path)["q2", 0].hidden_states.shape == (2, 5, 8)
+
+
 @pytest.mark.parametrize("beside", [{"tokens": [1, 2, 3, 4, 5, 6]}, {"generated_answer": "It is number 3."}])
 def test_states_of_all_layers_with_one_row_of_tokens_rule_18(tmp_path, beside):
     found = []

@@ -208,6 +208,15 @@ def test_words_of_another_axis_rule_18(tmp_path, name):
     refuse(tmp_path)
 
 
+def test_passes_of_beams_rule_5(tmp_path):
+    """Two of three beams of generate(): no candidate takes the rows of a pass for those of the one before."""
+    steps = [[states(3, size, 8, seed=10 * p + k) for k in range(2)] for p, size in enumerate((4, 1, 1))]
+    found = {"hidden_states": steps, "sequences": np.arange(14).reshape(2, 7)}
+    dump(tmp_path / "in/q0.pkl", found | {"beam_indices": np.array([[0, 2, 1], [1, 0, 0]])})
+
+    assert proposal_of(tmp_path).candidates == []
+
+
 def test_last_layer_of_a_batch_with_ids_rule_18(tmp_path):
     np.savez(_in(tmp_path) / "a.npz", hidden_states=states(3, 5, 8), ids=np.array(["a", "b", "c"]))
     refuse(tmp_path)

@@ -59,10 +59,12 @@ class SourceAccount:
         """Rule 10: each (id, sample) once."""
         key = (record.question_id, record.sample)  # the store refuses copies that differ
         if key in self._keys and self._plan.layout.settings.get("duplicates") != "drop":
+            numbering = 'sample = "#" numbers the answers to a question in the order of their rows'
+            if "question_id" not in self._plan.layout.addresses:
+                numbering = "K instead of N, or [K] of [], are the answers to a question"
             raise InvalidInputError(
-                f"the id {escape_unprintable(key[0], 60)!r}, sample {key[1]}, occurs twice: "
-                'sample = "#" numbers the answers to a question in the order of their rows, a line for sample states '
-                'numbers, and duplicates = "drop" counts copies once',
+                f"the id {escape_unprintable(key[0], 60)!r}, sample {key[1]}, occurs twice: {numbering}, a line for "
+                'sample states numbers, and duplicates = "drop" counts copies once',
                 position=record.position,
                 field="question_id",
             )

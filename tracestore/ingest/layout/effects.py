@@ -114,7 +114,7 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
     ),
     "S.prompt": ("a line for prompt_length", lambda plan, _: _gives(plan, "prompt_length", "answer_span")),
     "sample": (
-        "a line for question_id",
+        "a line for question_id that is an address",
         lambda plan, _: "sample" not in plan.layout.settings or _has(plan, "question_id"),
     ),
     "words": ("a label", lambda plan, _: bool({*plan.layout.addresses, *plan.layout.templates} & set(LABELS))),

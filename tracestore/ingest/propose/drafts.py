@@ -28,7 +28,7 @@ from tracestore.store.vocabulary import SAYING
 _MAX_DRAFTS = 48
 _FIELDS = frozenset((*TEXTS, *ARRAYS, *RANGES, "question_id", "prompt_length"))
 # Attributes in which libraries of tables describe their columns.
-_HEADERS = ("@huggingface", "@pandas")
+_HEADERS = ("@huggingface", "@pandas", "@content_defined_chunking")
 _Choice = tuple[str, Line]
 
 
@@ -129,6 +129,8 @@ class Drafter:
         is_generated = any({"sequences", "generated"} & m.words for m in self.meanings)
         is_ragged = any(None in spot.dims for spot in leaf.spots)
         has_passes = (is_ragged or is_generated) and leaf.rank >= 3
+        if has_passes and any({"beam", "indices"} <= set(words_of(m.leaf.key)) for m in self.meanings):
+            return []  # the rows of a pass are not those of the one before it
         return states_axes(leaf, letters, has_passes=has_passes, bound=self.places.letters(leaf, identity))
 
     def _with_axes(self, states: Meaning, identity: Identity, axes: Axes) -> Iterator[Draft]:
