@@ -932,6 +932,33 @@ def test_a_number_that_is_a_key_leaves_out_no_row(tmp_path):
     assert [key for key, _ in traces] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize(
+    ("judged", "line", "expected"),
+    [
+        ({"correct": ["q0", "q1"], "hallucinated": ["q2"]}, "{value}/[id=]", [1, 1, 0]),
+        ({"correct": ["q1"], "hallucinated": ["q0"]}, "{value}/[id=]", [0, 1, None]),
+        ({"1": ["q0", "q1"], "0": ["q2"]}, "{value}/[id=]", [1, 1, 0]),
+        ({"correct": {"q0": "x", "q1": "y"}, "wrong": {"q2": "z"}}, "{value}/{id}", [1, 1, 0]),
+        ({"correct": [{"id": "q0"}], "wrong": [{"id": "q2"}, {"id": "q1"}]}, "{value}/[id=id]", [1, 0, 0]),
+        ({"correct": ["q0", "q1"], "wrong": ["q1", "q2"]}, "{value}/[id=]", "two values of id q1"),
+        ({"correct": ["q0"], "unsure": ["q2"]}, "{value}/[id=]", "found 'unsure'"),
+        ({"correct": ["q0"], "wrong": "q2"}, "{value}/[id=]", "which is no JSON"),
+        ({"correct": ["q0", "q1"], "wrong": ["q2"]}, "{value}", "found two values"),
+    ],
+)
+def test_lists_of_ids_by_verdict(judged, line, expected, tmp_path):
+    for k in range(3):
+        dump(tmp_path / f"in/q{k}.pkl", {"hs": states(2, 3 + k, 8, seed=k)})
+    (tmp_path / "in/j.json").write_text(json.dumps(judged))
+    layout = {"hidden_states": "{id}.pkl : hs -> L S D", "is_correct": f"j.json : {line}"}
+
+    if isinstance(expected, str):
+        refuse(tmp_path, layout, expected)
+    else:
+        traces = convert(tmp_path, layout)
+        assert [traces[f"q{k}", 0].scores.get("is_correct") for k in range(3)] == expected
+
+
 BASE64 = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "dtype.hidden_states": "float32"}
 
 

@@ -30,7 +30,8 @@ _MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 
 def item_value(item: Value, value_of: ItemValue) -> Value:
     """Return what an item says at a path, None if it says nothing."""
-    value = member(item, (Pattern(part).literal or part for part in value_of.path))
+    is_itself = value_of.path == ("",) and isinstance(item, str | int)
+    value = item if is_itself else member(item, (Pattern(part).literal or part for part in value_of.path))
     if isinstance(value, float) and math.isnan(value):
         return None
     return value if value is None or isinstance(value, str | int | float | bool) else _scalar(value)

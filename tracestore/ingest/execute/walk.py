@@ -20,7 +20,7 @@ from tracestore.ingest.execute.values import (
     table_of,
 )
 from tracestore.ingest.layout.addresses import Address, AttributeStep, ItemsStep, ItemValue, KeyStep, Step
-from tracestore.ingest.layout.patterns import INNER_NAMES, NUMBER_NAMES
+from tracestore.ingest.layout.patterns import INNER_NAMES, NUMBER_NAMES, VALUE
 from tracestore.ingest.layout.places import RECORDS, Place
 from tracestore.ingest.tree import Array, Group, Items, MappingGroup, Value
 from tracestore.store.vocabulary import is_named_as_verdict, is_question_id
@@ -236,7 +236,7 @@ class Walk:
                 extras = {k: v for k, v in rest.items() if isinstance(v, str | int | float)}
                 yield Cell(place, bound, MappingGroup(extras, lambda extra: extra), (), in_unit)
             return
-        axes = place.axes
+        axes, value = place.axes, bound.get(VALUE, value)
         if isinstance(value, str) and axes and not {"N", "K"}.isdisjoint(axes[0]):  # such as an entry of a header
             value = list_value(value, axes[0], place.name, self._source)
         if value is None:

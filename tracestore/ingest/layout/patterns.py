@@ -14,6 +14,8 @@ from tracestore.errors import InvalidInputError, UsageError
 AXIS_NAMES = {"layer": "L", "token": "S", "step": "P", "head": "H", "dim": "D"}
 # Names and letters that tell parts of one trace apart.
 INNER_NAMES = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
+# The name of the value of the field, where a key says it.
+VALUE = "value"
 NUMBER_NAMES = frozenset((*AXIS_NAMES, "chunk", "sample"))
 _TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:(?:(?P<end>-)|0(?P<width>\d\d?))?d)?\}|(?P<literal>[^{*\\]+)"
 _PATH_TOKEN, _KEY_TOKEN = (re.compile(_TOKEN % wild, re.DOTALL) for wild in (r"\*\*/?|\*", r"\*"))

@@ -9,7 +9,7 @@ from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.fields import KEEP, KEY, RECORD_FIELDS, STATES, FieldRule
 from tracestore.ingest.layout.language import Layout, below
-from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, Pattern
+from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, VALUE, Pattern
 
 # The tokens of states are their axis S, also if they begin at prompt_length.
 _OF_STATES = {"G": "S"}
@@ -78,8 +78,9 @@ class Place:
     def trace_names(self) -> frozenset[str]:
         """The names and letters that tell traces apart: without those of axes inside a trace."""
         letters = {letter for axis in self.axes for letter in axis if letter in "NK"}
+        names = self.address.bound - INNER_NAMES - {VALUE}
         # A name with a dot is the end of a range.
-        return frozenset({name for name in self.address.bound - INNER_NAMES if "." not in name} | letters)
+        return frozenset({name for name in names if "." not in name} | letters)
 
     @property
     def is_of_answer(self) -> bool:
