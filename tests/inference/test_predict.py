@@ -50,6 +50,16 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
+def test_a_file_that_appears_meanwhile_is_kept(trained, tmp_path):
+    store, run, _ = trained
+    output = tmp_path / "p.csv"
+    with pytest.raises(UsageError, match="exists; choose another name"):
+        scoring.predict_store(
+            run / "lstm_solo" / "best.pt", store, output, progress=lambda *_: output.write_text("of another run")
+        )
+    assert output.read_text() == "of another run" and os.listdir(tmp_path) == ["p.csv"]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_of_the_test_split_equal_those_of_the_training(trained, tmp_path, name):
     path, run, results = trained

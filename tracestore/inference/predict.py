@@ -237,6 +237,7 @@ def predict_store(
     store_path: StorePath,
     output: Path,
     *,
+    overwrite: bool = False,
     batch_size: int = 16,
     device: str = "auto",
     num_threads: int | None = None,
@@ -255,7 +256,9 @@ def predict_store(
         best.pt of a training, or a checkpoint of ``tracestore benchmark --save-detectors``.
     store_path : str, Path or sequence of them
     output : Path
-        Replaced when all traces are scored.
+        Appears when all traces are scored.
+    overwrite : bool
+        Replace a file that exists then.
     batch_size : int
     device : {"auto", "cpu", "cuda"}
     num_threads : int, optional
@@ -316,7 +319,8 @@ def predict_store(
 
         with limited_memory(memory_budget, start), map_os_errors(output):
             are_several = len(store.internals.members) > 1
-            write_rows(output, (*PREDICTED_COLUMNS, *((STORE_COLUMN,) if are_several else ())), rows())
+            columns = (*PREDICTED_COLUMNS, *((STORE_COLUMN,) if are_several else ()))
+            write_rows(output, columns, rows(), overwrite=overwrite)
     return report
 
 

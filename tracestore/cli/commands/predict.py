@@ -52,7 +52,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
             args.checkpoint,
             args.stores,
             args.output,
-            **values(args, ("batch_size", "device", "num_threads", "memory_budget", "allow_mixed_provenance")),
+            **values(
+                args, ("overwrite", "batch_size", "device", "num_threads", "memory_budget", "allow_mixed_provenance")
+            ),
             log=output.info,
             progress=progress.update,
         )

@@ -281,13 +281,13 @@ def check_destination(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     """Open a file that appears at `path` when the block ends without an exception, and never partially.
 
     Raises
     ------
     UsageError
-        If no file can be created at `path`.
+        If no file can be created at `path`, or, without `overwrite`, if there is one when the block ends.
     """
     check_destination(path)
     temporary = path.with_name(TEMPORARY_PREFIX + os.urandom(8).hex())
@@ -300,9 +300,12 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
                 os.fsync(file.fileno())
             if unnamed is not None:
                 name_file(unnamed, temporary)
-        retry_eintr(os.rename, temporary, path)
-    except BaseException:
+        if overwrite or not rename_exclusive(temporary, path):
+            retry_eintr(os.rename, temporary, path)
+    except BaseException as error:
         remove_tree(temporary)
+        if isinstance(error, FileExistsError) and not overwrite:
+            raise UsageError(f"{path}: exists; choose another name, or replace it with --overwrite") from None
         raise
     fsync_path(path.parent)
 
@@ -314,7 +317,7 @@ def open_csv(file: BinaryIO, encoding: str = "utf-8", errors: str = "surrogatepa
     return io.TextIOWrapper(file, encoding, errors, newline="")
 
 
-def write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]], *, overwrite: bool = True) -> None:
     """Write a CSV file as RFC 4180 describes it, in UTF-8, with floats in full precision.
 
     Ids may hold lone surrogates, which are encoded like other characters: `open_csv` reads them again.
@@ -327,8 +330,10 @@ def write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]])
     header : sequence of str
     rows : iterable of sequence
         Consumed while the file is written.
+    overwrite : bool
+        See `atomic_write`.
     """
-    with atomic_write(path) as file:
+    with atomic_write(path, overwrite=overwrite) as file:
         text = io.TextIOWrapper(file, "utf-8", "surrogatepass", newline="")
         writer = csv.writer(text)
         writer.writerow(header)
