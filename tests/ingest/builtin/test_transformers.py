@@ -93,6 +93,23 @@ def test_forms_of_generate(tmp_path, form):
     assert trace.tokens.tolist() == output.sequences[0].tolist()
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_one_padded_sequence_is_refused(tmp_path, side):
+    """Without a mask in the file, the attention shows that tokens at an end are masked."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 1, 0, 0]])
+    model = tiny_model()
+    with torch.no_grad():
+        output = model(
+            mask * 5, attention_mask=mask, output_hidden_states=True, output_attentions=True, use_cache=False
+        )
+    (tmp_path / "in").mkdir()
+    torch.save(output, tmp_path / "in/q.pt")
+
+    with pytest.raises(InvalidInputError, match=f"token {0 if side == 'left' else 6} has no weight"):
+        tracestore.convert_files(tmp_path / "in", tmp_path / "s.zarr")
+    tracestore.convert_files(tmp_path / "in", tmp_path / "s.zarr", padding="none")
+
+
 @pytest.mark.parametrize("form", ["plain", "no cache"])
 def test_dicts_and_lists_of_outputs(tmp_path, form):
     tool, make, options = FORMS[form]

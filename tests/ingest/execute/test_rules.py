@@ -455,6 +455,20 @@ def test_rule_06a_attention_lies_between_0_and_1_and_its_rows_sum_to_1(tmp_path,
     refuse(tmp_path, ROWS | {"attentions": "*.pkl : [id=id]/attn -> L H S S"}, words)
 
 
+@pytest.mark.parametrize("masked", [0, 3])
+def test_rule_06b_no_token_at_an_end_is_masked(tmp_path, masked):
+    """A row of padding in front sees all tokens alike; one behind sees those that are not masked."""
+    weights = np.tril(np.ones((4, 4), "f4"))
+    weights[:, masked] = 0
+    weights[masked] = 1 if masked == 0 else weights[masked]
+    write_rows(tmp_path, attn=lambda _: np.tile(weights / weights.sum(-1, keepdims=True), (2, 1, 1, 1)))
+    layout = ROWS | {"attentions": "*.pkl : [id=id]/attn -> L H S S"}
+
+    refuse(tmp_path, layout, f"token {masked} has no weight")
+
+    convert(tmp_path, layout | {"S.padding": "none"})
+
+
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i4", "u2", "u8"])
 def test_rule_07_bytes_and_integers_are_no_states(tmp_path, dtype):
     save(tmp_path / "in/a.npy", (np.arange(64).reshape(2, 4, 8) + 1).astype(dtype))

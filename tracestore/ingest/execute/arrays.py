@@ -242,6 +242,18 @@ def check_attention_values(layer: np.ndarray) -> None:
         raise InvalidInputError("its columns sum to 1 and its rows do not: it is transposed", field="attentions")
 
 
+def check_masked_tokens(layer: np.ndarray) -> None:
+    """Rule 6b: no token at an end is masked: without a weight for itself, or in front, where it sees tokens behind it."""
+    values = numbers_of(layer)
+    is_front = values[:, 0, 1:].any() and not values[:, -1, 0].any()
+    if is_front or not values[:, -1, -1].any():
+        raise InvalidInputError(
+            f"token {0 if is_front else len(values[0]) - 1} has no weight in the last row of any head, as padding: S.mask, "
+            'S.lengths or S.padding states the padding, S.padding = "none" that there is none',
+            field="attentions",
+        )
+
+
 def _are_one(sums: np.ndarray) -> bool:
     return bool((abs(sums - 1) <= 2 * _TOLERANCE).all())
 

@@ -10,6 +10,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import (
     check_attention_values,
+    check_masked_tokens,
     check_ends,
     check_new_tokens,
     check_zero_tokens,
@@ -87,7 +88,7 @@ class RecordMaker:
             values["sample"] = int(text)
 
     def record(self, values: dict[str, Any], position: int, *, is_row: bool) -> TraceRecord:
-        """Return the record of checked values; rules 6a, 17c and 24. `is_row`: they may be padded as rows of a stack."""
+        """Return the record of checked values; rules 6a, 6b, 17c and 24. `is_row`: they may be padded as rows of a stack."""
         states, is_last = values[self._states], self._states == "last_token"
         record = record_from_dict(
             values, source_name=self._source, position=position, need_attention=self.need_attention
@@ -104,6 +105,8 @@ class RecordMaker:
             # Another program fills all layers alike: the first and the last are compared; two tokens may agree by chance.
             for layer in (first, *(layer[:1] for layer in others[-1:] if record.num_tokens > 2)):
                 check_attention_values(layer)
+            if self.settings.get("S.padding") != "none":
+                check_masked_tokens(first)
         if self.settings.get("D.size") not in (None, record.hidden_dim):
             raise InvalidInputError(f"found D {record.hidden_dim}, expected {self.settings['D.size']}", field="D.size")
         return record
