@@ -10,8 +10,8 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import (
     check_attention_values,
-    check_masked_tokens,
     check_ends,
+    check_masked_tokens,
     check_new_tokens,
     check_zero_tokens,
     read_attention,
