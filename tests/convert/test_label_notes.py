@@ -119,11 +119,6 @@ def score_in_hundreds(folder):
     return command("score", store, "--scores", table(folder / "s.csv", "score", HUNDREDS), check=0).stdout
 
 
-def score_under_another_name(folder):
-    store = stored(folder, "one", score=[0, 1, 0, 1])
-    return command("score", store, "--scores", table(folder / "s.csv", "bleurt", [0, 0, 1, 1]), check=0).stdout
-
-
 def score_of_a_part_as_default(folder):
     store, judged = stored(folder, "one", score=[0, 1, 0, 1]), table(folder / "s.csv", "judge_score", [0, 1])
     arguments = ["--score-column", "judge_score", "--score-direction", "correct", "--name", "judge", "--default"]
@@ -151,7 +146,6 @@ CASES = [
     (convert_of_labels_beside_scores, ["0 without a label or score", "1 of 2 stored labels: hallucination"]),
     (convert_of_one_class, ["0 of 4 below 0.5", "all of one class, which --score-threshold and --score-direction decide"]),
     (score_in_hundreds, [SCALE]),
-    (score_under_another_name, ["with the score score (column bleurt; --name gives another name)"]),
     (score_of_a_part_as_default, ["2 traces without a label or the score judge: --score score gives 2 of them one"]),
     (subset_without_the_default_score, ["2 traces without a label or the score score: --score bleurt gives 2 of them one"]),
 ]  # fmt: skip

@@ -76,7 +76,8 @@ def test_an_ambiguous_column_needs_score_direction(tmp_path, source, words):
     convert(source, tmp_path / "s.zarr")
 
     def run(path, *flags):
-        into = [source, tmp_path / "t.zarr"] if words == ["convert"] else [tmp_path / "s.zarr"]
+        name = path.read_text().partition("\n")[0].rpartition(",")[2]
+        into = [source, tmp_path / "t.zarr"] if words == ["convert"] else [tmp_path / "s.zarr", "--name", name]
         return command(*words, *into, "--scores", path, *flags)
 
     for header, flags in ((["question_id", "label"], []), (["question_id", "mine"], ["--score-column", "mine"])):
@@ -177,7 +178,9 @@ def test_files_that_tracestore_writes_can_be_joined(tmp_path):
     with tracestore.open(tmp_path / "bare.zarr") as bare:
         targets = dict(zip(bare.question_ids, bare.targets(), strict=True))
         assert {q: targets[q] for q in expected} == expected
-    command("score", tmp_path / "bare.zarr", "--scores", tmp_path / "p.csv", check=0)
+    command(
+        "score", tmp_path / "bare.zarr", "--scores", tmp_path / "p.csv", "--name", "predicted", "--default", check=0
+    )
     with tracestore.open(tmp_path / "bare.zarr") as bare:
         assert bare.targets().tolist() == [float(scored[q] >= 0.5) for q in bare.question_ids]
 

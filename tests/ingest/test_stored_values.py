@@ -255,25 +255,34 @@ def test_a_file_without_a_value_is_refused(store, samples):
     assert message in refused(store, "question_id,score,group\nq0,,a\n", "--name", "judge", "--default")
 
 
-def test_another_column_replaces_the_default_score_as_a_whole_or_under_its_name(store):
+def test_another_column_replaces_the_default_score_under_its_name_alone(store):
     some, every = "question_id,rouge_l\nq0,0.9\n", "question_id,rouge_l\n" + "".join(f"q{k},0.5\n" for k in range(N))
-    assert "--name rouge_l or --name score" in refused(store, some, code=2)
+    for text in (some, every):
+        assert "--name rouge_l adds it as another score, --name score replaces" in refused(store, text, code=2)
     score(store, some, "--name", "rouge_l")
     assert values(store) == OLD and values(store, "rouge_l")[0] == 0.9
     score(store, some, "--name", "score")
     assert values(store) == [0.9, *OLD[1:]]
-    assert "column rouge_l" in score(store, every).stdout
+    score(store, every, "--name", "score")
     assert values(store) == [0.5] * N
+
+
+def test_groups_are_counted(store):
+    done = score(store, "question_id,score,group\n" + "".join(f"q{k},{value},{k % 2}\n" for k, value in enumerate(OLD)))
+    assert f"2 groups of {N} traces: a split keeps each group together" in done.stdout
+    assert "groups of" not in score(store, "question_id,rouge_l\nq0,1\n", "--name", "rouge_l").stdout
+    with tracestore.open(store) as opened:
+        assert f"2 groups of {N} traces" in opened.describe_labels()[-1]
 
 
 def test_equal_values_with_the_opposite_meaning_are_stored_and_reported(store):
     text = "question_id,hallucination\n" + "".join(f"q{k},{value}\n" for k, value in enumerate(OLD))
-    done = score(store, text)
+    done = score(store, text, "--name", "score")
     assert "a high score means a hallucinated answer now, and meant the opposite before" in done.stdout
     with tracestore.open(store) as opened:
         assert opened.score_direction == "hallucination" and opened.scores.tolist() == OLD
         assert opened.targets().tolist() == [float(value >= 0.5) for value in OLD]
-    assert "opposite" not in score(store, text).stdout
+    assert "opposite" not in score(store, text, "--name", "score").stdout
 
 
 def test_equal_values_become_the_default(store):

@@ -148,6 +148,7 @@ class ConvertReport:
     labels: str | None = None
     num_label_conflicts: int = 0  # traces of the store whose label differs from that of their score
     unlabeled: str | None = None
+    groups: str | None = None
     num_scores_without_trace: int = 0
     num_traces: int = 0
     num_segments: int = 0
@@ -170,6 +171,7 @@ class ConvertReport:
         scores, labels = columns.score(name), columns.labels
         self.num_unlabeled = int((np.isnan(labels) & np.isnan(scores)).sum())
         self.unlabeled = unlabeled_note(columns.scores, labels, name)
+        self.groups = next(columns.describe_groups(), None)
         if name is not None and not np.isnan(scores).all():
             direction = attributes.scores[name].direction
             self.labels = f"{name}: {describe(scores, labels, None, direction)}"
@@ -202,7 +204,7 @@ class ConvertReport:
             f"{format_size(self.bytes_in)} in, {format_size(self.bytes_out)} out with index and texts, "
             f"{self.num_unlabeled:,} without a label or score"
         )
-        yield from filter(None, (self.labels, self.unlabeled))
+        yield from filter(None, (self.labels, self.unlabeled, self.groups))
         for name, text in _NOTES.items():
             if count := getattr(self, name):
                 yield text.format(plural(count, "trace"), ON_CONFLICT[on_conflict])

@@ -207,6 +207,7 @@ def update_scores(
         columns = writer.read_columns()
         stored = columns.score(name)
         notes = [*values.lines(), *without_row_note(num_kept, scores.path.name, name)]
+        notes += columns.describe_groups() if has_groups else ()
         if scored and before.scores.get(name, field).direction != field.direction:
             meaning = "correct" if field.direction == CORRECT else "hallucinated"
             notes.append(f"a high {name} means a {meaning} answer now, and meant the opposite before")
@@ -232,13 +233,12 @@ def update_scores(
 def _num_kept(stored: np.ndarray, rows: Mapping[int, ScoreRow], scores: Scores, unstated: str | None) -> int:
     """Return how many traces with a score have no row; UsageError if `unstated` is its name, and that of another column."""
     has_score = ~np.isnan(stored)
-    count = int(has_score.sum() - has_score[[*rows]].sum())
-    if count and unstated not in (None, scores.name):
+    if has_score.any() and unstated not in (None, scores.name):
         raise UsageError(
-            f"{scores.path.name}: the column {scores.column} would replace the score {unstated} of some traces, and "
-            f"{plural(count, 'trace')} without a row would keep it; choose --name {scores.name} or --name {unstated}"
+            f"{scores.path.name}: the column {scores.column} would replace the score {unstated}; --name {scores.name} adds "
+            f"it as another score, --name {unstated} replaces"
         )
-    return count
+    return int(has_score.sum() - has_score[[*rows]].sum())
 
 
 def _rows_of_traces(writer: StoreWriter, scores: Scores) -> tuple[dict[int, ScoreRow], int]:

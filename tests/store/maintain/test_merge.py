@@ -184,6 +184,11 @@ def test_subsets_by_segment_and_by_split(store, tmp_path):
     ids = {split: set(opened.question_ids) for split, opened in splits.items()}
     assert sum(map(len, splits.values())) == 15
     assert not (ids["train"] & ids["val"] or ids["train"] & ids["test"] or ids["val"] & ids["test"])
+    mixed = cli("subset", store, tmp_path / "test.zarr", "--split", "val", check=2).stderr
+    assert "of another split, such as" in mixed and mixed.count("\n") == 1
+    assert "0 traces added" in cli("subset", store, tmp_path / "val.zarr", "--split", "val").stdout
+    cli("subset", store, tmp_path / "val.zarr", "--split", "test", "--overwrite")
+    assert set(tracestore.open(tmp_path / "val.zarr").question_ids) == ids["test"]
 
 
 @pytest.mark.long

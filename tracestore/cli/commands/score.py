@@ -45,13 +45,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
         on_conflict=args.on_conflict,
     )
     output.print_json(report)
-    # Without --name the values replace the default score, whatever the name of their column.
-    renamed = (
-        "" if args.name or report.score == scores.name else f" (column {scores.column}; --name gives another name)"
-    )
     output.info(
         f"{plural(report.num_updated, 'trace')} updated, {report.num_scored:,} of {report.num_traces:,} "
-        f"with the score {report.score}{renamed}; {plural(report.num_scores_without_trace, 'score')} without a trace"
+        f"with the score {report.score}; {plural(report.num_scores_without_trace, 'score')} without a trace"
     )
     for line in filter(None, (*report.notes, report.labels, report.unlabeled)):
         output.info(line)

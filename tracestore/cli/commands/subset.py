@@ -13,8 +13,10 @@ import tracestore
 from tracestore.cli.commands.merge import add_destination, copy_traces
 from tracestore.cli.flags import add_score, add_store
 from tracestore.console import Output, Parser, int_ranges
+from tracestore.errors import UsageError, escape_unprintable
 from tracestore.store.maintain.merge import MergeReport, merge_stores
 from tracestore.store.maintain.selection import indices_of_segments, read_ids
+from tracestore.words import plural
 
 
 def add_arguments(parser: Parser) -> None:
@@ -36,9 +38,25 @@ def run(args: argparse.Namespace, output: Output) -> None:
     def copy(**options: Any) -> MergeReport:
         with tracestore.open(args.store, score=args.score) as store:
             indices = _chosen_indices(store, args)
+            if args.split is not None and not args.overwrite:
+                _check_same_split(store[indices], args.dst)
         return merge_stores([args.store], args.dst, chosen=[indices], **options)
 
     copy_traces(args, output, copy)
+
+
+def _check_same_split(split: tracestore.TraceStore, destination: str | Path) -> None:
+    """Raise UsageError if the store to write has traces of another split: an interrupted copy has none."""
+    try:
+        with tracestore.open(destination) as found:
+            others = sorted({*found.question_ids} - {*split.question_ids})
+    except UsageError:
+        return  # no store yet
+    if others:
+        raise UsageError(
+            f"{destination}: found {plural(len(others), 'question')} of another split, such as "
+            f"{escape_unprintable(others[0], 60)}; choose another store, or --overwrite"
+        )
 
 
 def _chosen_indices(store: tracestore.TraceStore, args: argparse.Namespace) -> np.ndarray:

@@ -5,7 +5,7 @@ like size; replacing values rewrites them as one.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from tracestore.store.format.manifest import ColumnsRef, Manifest
 from tracestore.store.format.ragged import concatenate_ragged, decode_string, encode_strings, is_offsets
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles, reading_committed
+from tracestore.words import plural
 
 
 class TraceValues(NamedTuple):
@@ -61,6 +62,12 @@ class Columns:
     def group(self, index: int) -> str:
         """Return the group of one trace."""
         return decode_string(self.groups, self.groups_offsets, index)
+
+    def describe_groups(self) -> Iterator[str]:
+        """Yield a line about the groups; none if no trace has one."""
+        found = [group for k in range(len(self)) if (group := self.group(k))] if len(self.groups) else []
+        if found:
+            yield f"{plural(len(set(found)), 'group')} of {plural(len(found), 'trace')}: a split keeps each group together"
 
     def num_scored(self, name: str | None) -> int:
         """Return the number of traces with a named score."""

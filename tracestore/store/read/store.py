@@ -193,11 +193,12 @@ class TraceStore(TraceCollection):
         return self.internals.lens
 
     def describe_labels(self, score_threshold: float | None = None) -> list[str]:
-        """Return the lines that tell which labels the scores give, and which traces get none."""
+        """Return the lines that tell which labels the scores give, which traces get none, and which groups there are."""
         columns = self.internals.columns
         lines = [describe(self.scores, columns.labels, score_threshold, self.score_direction)]
         note = unlabeled_note(columns.scores, columns.labels, self.score_name)
-        return ([] if np.isnan(self.scores).all() else lines) + ([] if note is None else [note])
+        lines = [] if np.isnan(self.scores).all() else lines
+        return [*lines, *([] if note is None else [note]), *columns.describe_groups()]
 
     def describe_shared_keys(self, targets: np.ndarray | None = None) -> list[str]:
         """Return the line about keys that several of the stores opened as one have; none if there are no such keys.
