@@ -4,6 +4,7 @@ Example: tracestore subset store.zarr train.zarr --split train
 """
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,17 @@ def run(args: argparse.Namespace, output: Output) -> None:
         with tracestore.open(args.store, score=args.score) as store:
             indices = _chosen_indices(store, args)
             if args.split is not None and not args.overwrite:
-                _check_same_split(store[indices], args.dst)
+                _check_same_split(store.question_ids.take(indices), args.dst)
         return merge_stores([args.store], args.dst, chosen=[indices], **options)
 
     copy_traces(args, output, copy)
 
 
-def _check_same_split(split: tracestore.TraceStore, destination: str | Path) -> None:
+def _check_same_split(ids: Iterable[str], destination: str | Path) -> None:
     """Raise UsageError if the store to write has traces of another split: an interrupted copy has none."""
     try:
         with tracestore.open(destination) as found:
-            others = sorted({*found.question_ids} - {*split.question_ids})
+            others = sorted({*found.question_ids} - {*ids})
     except UsageError:
         return  # no store yet
     if others:
