@@ -68,7 +68,10 @@ def test_program_configures_the_allocator(folder, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(process, "reuse_freed_memory", lambda *words, **names: calls.append((words, names)))
     monkeypatch.setattr(sys, "argv", ["tracestore", "convert", str(folder), str(tmp_path / "s.zarr")])
     assert cli.main() == 0
-    assert calls == [((), {}), ((512 << 20,), {"num_arenas": 1})]
+    assert calls == [((512 << 20,), {"num_arenas": 1})]
+    monkeypatch.setattr(sys, "argv", ["tracestore", "train", "--store", str(tmp_path / "none.zarr")])
+    assert cli.main() == 2
+    assert calls[1:] == [((), {})]
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's allocator alone is configured")

@@ -19,6 +19,9 @@ from tracestore.cli.help import COMMANDS, CommandParser, ProgramParser
 from tracestore.console import Output, Parser
 from tracestore.errors import UsageError
 
+# Commands whose steps allocate and free the same tensors again and again.
+_COMPUTING = ("train", "predict", "benchmark", "plan")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `tracestore` and return the exit code.
@@ -59,7 +62,7 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
         try:
             args = parser.parse_args(words)
             args.prog, args.words, args.is_program = prog, words, is_program
-            if is_program:
+            if is_program and name in _COMPUTING:
                 process.reuse_freed_memory()
             return module.run(args, Output(args.json)) or 0
         except UsageError as error:

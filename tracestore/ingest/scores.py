@@ -319,7 +319,8 @@ def _columns(
     candidates = [score_column] if score_column else score_columns_of(header)
     if not candidates:
         expected = "a known name of scores, such as score, correct, accuracy, bleurt or hallucination, among them"
-        raise InvalidInputError(f"{found}, expected {expected}; name it with --score-column")
+        flags = "--score-column names it" + ", --score-direction what a high value means" * (score_direction is None)
+        raise InvalidInputError(f"{found}, expected {expected}; {flags}")
     if len(candidates) > 1:
         choices = " or ".join(f"--score-column {column}" for column in candidates)
         raise UsageError(f"{path.name}: found columns {' and '.join(candidates)}; choose {choices}")
