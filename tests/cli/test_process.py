@@ -75,7 +75,7 @@ def test_program_configures_the_allocator(folder, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's allocator alone is configured")
-def test_freed_memory_is_used_again():
+def test_freed_memory_is_used_again_until_memory_runs_out():
     code = (
         "import resource, torch; from tracestore import process\n"
         "process.reuse_freed_memory()\n"
@@ -83,9 +83,11 @@ def test_freed_memory_is_used_again():
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    for size in range(20, 30): torch.ones(size << 18)\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
-        "print(faults() > 5000, faults() < 500)"
+        "print(faults() > 5000, faults() < 500)\n"
+        "process.return_freed_memory()\n"
+        "print(faults() > 5000)"
     )
-    assert run_cli("-c", code, check=0).stdout == "True True\n"
+    assert run_cli("-c", code, check=0).stdout == "True True\nTrue\n"
 
 
 @pytest.mark.long
