@@ -1,7 +1,7 @@
 """Read and pack sources in parallel threads, and deliver them in order.
 
-The expensive work (inflating, checksums, packing) releases the interpreter's lock. Each source
-has a thread while it is read; a limit applies to all packed traces that wait.
+The expensive work (inflating, checksums, packing) releases the interpreter's lock. Some threads
+read a source each; a limit applies to all packed traces that wait.
 """
 
 import errno

@@ -14,5 +14,5 @@ The way of a proposal, with what each step knows of the folder::
 | order of axes | `orders` | extents of leaves that are joined | words |
 | a layout, what is not proved, what is left out | `drafts`, `proofs`, `leftovers` | all of these | values of arrays |
 | what it gives | `trials` | values, by an `Execution` of the layout | names |
-| which of several are left | `candidates`, `proposal` | outcomes and refusals | files |
+| which of several are left | `candidates`, `proposal` | outcomes and refusals | names |
 """
