@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,9 @@ def lock_output_dir(folder: Path) -> Iterator[None]:
         finally:
             if created and os.listdir(folder) == [".lock"]:
                 os.unlink(folder / ".lock")
-                for path in created:
-                    path.rmdir()
+                with suppress(OSError):  # another run has written next to it
+                    for path in created:
+                        path.rmdir()
     finally:
         os.close(fd)
 

@@ -36,6 +36,7 @@ def test_orders_of_a_stack(order, is_nested, tmp_path):
         (STACK.transpose(0, 2, 1, 3).reshape(COUNT, TOKENS, -1), "N S (L D)", {"L.size": LAYERS}),
         (STACK.transpose(0, 2, 1, 3).reshape(COUNT, TOKENS, -1), "N S (L D)", {"D.size": WIDTH}),
         (STACK.reshape(COUNT, LAYERS, -1), "N L (S D)", {"D.size": WIDTH}),
+        ([list(layers.reshape(LAYERS, -1)) for layers in STACK], "N L (S D)", {"D.size": WIDTH}),
         (STACK.transpose(1, 0, 2, 3).reshape(LAYERS, -1, WIDTH), "L (N S) D", {"S.lengths": "a.pkl : n -> N"}),
         (STACK.transpose(0, 2, 1, 3).reshape(-1, LAYERS, WIDTH), "(N S) L D", {"S.offsets": "a.pkl : o"}),
         (STACK.transpose(0, 2, 1, 3).reshape(-1, LAYERS, WIDTH), "(N S) L D", {"S.offsets": "a.pkl : e"}),

@@ -4,6 +4,7 @@ import base64
 import importlib
 import itertools
 import json
+import time
 from unittest import TestCase
 
 import numpy as np
@@ -12,7 +13,9 @@ from safetensors.numpy import save_file
 
 from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
 from tracestore.errors import UsageError
+from tracestore.ingest.execute import values
 from tracestore.ingest.layout.language import parse_layout
+from tracestore.ingest.readers import text
 
 ITEM = "a.pkl : [id=id]/"
 STATES = {"hidden_states": f"{ITEM}hs -> L S D"}
@@ -938,12 +941,10 @@ def test_a_number_that_is_a_key_leaves_out_no_row(tmp_path):
         ({"correct": ["q0", "q1"], "hallucinated": ["q2"]}, "{value}/[id=]", [1, 1, 0]),
         ({"correct": ["q1"], "hallucinated": ["q0"]}, "{value}/[id=]", [0, 1, None]),
         ({"1": ["q0", "q1"], "0": ["q2"]}, "{value}/[id=]", [1, 1, 0]),
-        ({"correct": {"q0": "x", "q1": "y"}, "wrong": {"q2": "z"}}, "{value}/{id}", [1, 1, 0]),
-        ({"correct": [{"id": "q0"}], "wrong": [{"id": "q2"}, {"id": "q1"}]}, "{value}/[id=id]", [1, 0, 0]),
+        ({"correct": [{"": "q0", "ok": 0}], "wrong": []}, "{value}/[id=]", "a mapping"),
         ({"correct": ["q0", "q1"], "wrong": ["q1", "q2"]}, "{value}/[id=]", "two values of id q1"),
         ({"correct": ["q0"], "unsure": ["q2"]}, "{value}/[id=]", "found 'unsure'"),
         ({"correct": ["q0"], "wrong": "q2"}, "{value}/[id=]", "which is no JSON"),
-        ({"correct": ["q0", "q1"], "wrong": ["q2"]}, "{value}", "found two values"),
     ],
 )
 def test_lists_of_ids_by_verdict(judged, line, expected, tmp_path):
@@ -957,6 +958,45 @@ def test_lists_of_ids_by_verdict(judged, line, expected, tmp_path):
     else:
         traces = convert(tmp_path, layout)
         assert [traces[f"q{k}", 0].scores.get("is_correct") for k in range(3)] == expected
+
+
+@pytest.mark.parametrize("line", ["{value}", "{value}/{id}", "{value}/[id=qid]"])
+def test_a_key_is_a_value_of_lists_of_ids_alone(line, tmp_path):
+    """[values under the ids, and keys next to them]"""
+    dump(tmp_path / "in/q1.pkl", {"hs": states(2, 3, 8)})
+    (tmp_path / "in/j.json").write_text(json.dumps({"correct": {"q1": False}}))
+
+    with pytest.raises(UsageError, match="value"):
+        convert(tmp_path, {"hidden_states": "{id}.pkl : hs -> L S D", "is_correct": f"j.json : {line}"})
+
+
+def test_value_is_also_a_name(tmp_path):
+    """[a name that is the value elsewhere]"""
+    for k in range(2):
+        dump(tmp_path / f"in/q{k}.pkl", {"hs": states(2, 3 + k, 8, seed=k)})
+    table(tmp_path / "in/t.csv", [{"id": f"q{k}", "value": v, "ok": v == k} for k in range(2) for v in range(2)])
+    layout = {"hidden_states": "{id}.pkl : hs -> L S D", "is_correct": "t.csv : [id=id, value=value]/ok"}
+
+    traces = convert(tmp_path, layout | {"keep.value": "1"})
+
+    assert [traces[f"q{k}", 0].scores["is_correct"] for k in range(2)] == [0, 1]
+
+
+def test_numbers_of_rows_next_to_an_item_that_is_left_out(tmp_path):
+    """[slots that count the item]"""
+    dump(tmp_path / "in/a.pkl", [{"id": f"q{k}", "hs": states(2, 3, 8, seed=k)} for k in range(4)])
+    table(tmp_path / "in/t.csv", [{"slot": k, "y": k % 2} for k in range(3)])
+    layout = {"hidden_states": "a.pkl : []/hs -> L S D", "question_id": "a.pkl : []/id"}
+
+    with pytest.raises(UsageError, match="leaves out an item, and a line joins by the numbers of items"):
+        convert(tmp_path, layout | {"is_correct": "t.csv : [N=slot]/y", "ignore": "a.pkl : 1"})
+
+
+def test_numbers_as_text_take_linear_time():
+    begin = time.process_time()
+    for pattern in (values._NUMBER, text._NUMBER):
+        assert pattern.fullmatch("1" * 200_000 + "x") is None
+    assert time.process_time() - begin < 5
 
 
 BASE64 = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "dtype.hidden_states": "float32"}

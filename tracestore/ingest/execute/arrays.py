@@ -243,9 +243,9 @@ def check_attention_values(layer: np.ndarray) -> None:
 
 
 def check_masked_tokens(layer: np.ndarray) -> None:
-    """Rule 6b: no token at an end is masked: without a weight for itself, or in front, where it sees tokens behind it."""
+    """Rule 6b: no token at an end is masked: without a weight for itself, or in front, where it sees the last one."""
     values = numbers_of(layer)
-    is_front = values[:, 0, 1:].any() and not values[:, -1, 0].any()
+    is_front = values.shape[-1] > 1 and values[:, 0, -1].any() and not values[:, -1, 0].any()
     if is_front or not values[:, -1, -1].any():
         raise InvalidInputError(
             f"token {0 if is_front else len(values[0]) - 1} has no weight in the last row of any head, as padding: S.mask, "

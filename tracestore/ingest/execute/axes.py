@@ -209,21 +209,28 @@ def _layers(cell: Cell, letters: str, fixed: Fixed, settings: Mapping[str, Any],
     """Return the layers of a value, each with the axes `letters`."""
     value, axes = cell.value, cell.axes
     if isinstance(value, Items) and axes[:1] == ("L",):
-        count = value.length or 0
-        return [_moved(*read(value[k], axes[1:], fixed, what), letters, what) for k in range(count)]
-    array, found = read(value, axes, fixed, what)
-    if (flat := next((axis for axis in ("LD", "SD") if axis in found), None)) is not None:
-        at, (size, dim) = found.index(flat), (settings.get(f"{flat[0]}.size"), settings.get("D.size"))
-        width = array.shape[at]
-        count = size if size is not None else width // dim if dim else 0
-        if not count or width % count or (dim is not None and width != count * dim):
-            needed = "L.size or D.size divides" if flat == "LD" else "D.size divides"
-            raise InvalidInputError(f"found {width} numbers on the axis ({' '.join(flat)}); {needed} them", field=what)
-        array = array.reshape(*array.shape[:at], count, width // count, *array.shape[at + 1 :])
-        found = (*found[:at], *flat, *found[at + 1 :])
+        parts = (read(value[k], axes[1:], fixed, what) for k in range(value.length or 0))
+        return [_moved(*_divided(*part, settings, what), letters, what) for part in parts]
+    array, found = _divided(*read(value, axes, fixed, what), settings, what)
     if "L" not in found:
         return [_moved(array, found, letters, what)]
     return list(_moved(array, found, f"L{letters}", what))
+
+
+def _divided(
+    array: np.ndarray, found: tuple[str, ...], settings: Mapping[str, Any], what: str
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return an array and its axes with (L D) or (S D) as two axes."""
+    if (flat := next((axis for axis in ("LD", "SD") if axis in found), None)) is None:
+        return array, found
+    at, (size, dim) = found.index(flat), (settings.get(f"{flat[0]}.size"), settings.get("D.size"))
+    width = array.shape[at]
+    count = size if size is not None else width // dim if dim else 0
+    if not count or width % count or (dim is not None and width != count * dim):
+        needed = "L.size or D.size divides" if flat == "LD" else "D.size divides"
+        raise InvalidInputError(f"found {width} numbers on the axis ({' '.join(flat)}); {needed} them", field=what)
+    array = array.reshape(*array.shape[:at], count, width // count, *array.shape[at + 1 :])
+    return array, (*found[:at], *flat, *found[at + 1 :])
 
 
 def _moved(array: np.ndarray, letters: Sequence[str], wanted: str, what: str) -> np.ndarray:

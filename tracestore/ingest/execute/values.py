@@ -24,7 +24,7 @@ _MAX_INTEGER_FLOAT = 2.0**53
 # Words that follow the field.
 _RELATIVE = {**dict.fromkeys(("yes", "true", "1", "1.0"), 1.0), **dict.fromkeys(("no", "false", "0", "0.0"), 0.0)}
 _ROUNDED = ", which a float of this size rounds: write integers or texts"
-_NUMBER, _MAX_TEXT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"), 4 << 20
+_NUMBER, _MAX_TEXT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"), 4 << 20
 _MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 
 

@@ -207,7 +207,7 @@ class Walk:
             elif (
                 isinstance(step, KeyStep)
                 and isinstance(value, Items | Array)
-                and member_number(step) not in node.left_out
+                and (member_number(step) not in node.left_out or child.children)
             ):
                 yield from self._member(node, step, child, value, bound, in_unit)
 
@@ -236,7 +236,11 @@ class Walk:
                 extras = {k: v for k, v in rest.items() if isinstance(v, str | int | float)}
                 yield Cell(place, bound, MappingGroup(extras, lambda extra: extra), (), in_unit)
             return
-        axes, value = place.axes, bound.get(VALUE, value)
+        axes = place.axes
+        if place.is_said_by_key:
+            if not isinstance(value, str | int):
+                raise InvalidInputError(f"found {describe(value)}, expected the id of an item", field=place.name)
+            value = bound[VALUE]
         if isinstance(value, str) and axes and not {"N", "K"}.isdisjoint(axes[0]):  # such as an entry of a header
             value = list_value(value, axes[0], place.name, self._source)
         if value is None:

@@ -19,6 +19,7 @@ def check_effects(plan: Plan) -> None:
     if plan.layout.addresses.keys() >= {*MASKS}:
         raise UsageError(f"{MASKS[1]}: stated in addition to {MASKS[0]}, its complement; remove one")
     _check_ignored(plan)
+    _check_numbers_kept(plan)
     _check_made_values(plan)
     for place in plan.others:
         is_key = place.name.startswith(KEY)
@@ -39,6 +40,17 @@ def _check_ignored(plan: Plan) -> None:
         for place in plan.places:
             if place.name != RECORDS and place.address.files == entry.files and place.address.path in above:
                 raise UsageError(f"ignore: {entry}: has no effect on the line for {place.name}, which reads all of it")
+
+
+def _check_numbers_kept(plan: Plan) -> None:
+    """Refuse numbers of rows next to items that are left out: it is open whether these count."""
+    steps = [step for place in plan.others for step in place.address.path if isinstance(step, ItemsStep)]
+    is_numbered = any(v.name == "N" or (v.path == ("#",) and v.name != "sample") for step in steps for v in step.values)
+    for entry in plan.left_out if is_numbered else ():
+        if entry.path and (number := getattr(entry.path[-1], "literal", None)) and number.isdecimal():
+            raise UsageError(
+                f"ignore: {entry}: leaves out an item, and a line joins by the numbers of items; remove one"
+            )
 
 
 def _check_made_values(plan: Plan) -> None:

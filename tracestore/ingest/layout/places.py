@@ -78,9 +78,16 @@ class Place:
     def trace_names(self) -> frozenset[str]:
         """The names and letters that tell traces apart: without those of axes inside a trace."""
         letters = {letter for axis in self.axes for letter in axis if letter in "NK"}
-        names = self.address.bound - INNER_NAMES - {VALUE}
+        names = self.address.bound - INNER_NAMES - ({VALUE} if self.is_said_by_key else set())
         # A name with a dot is the end of a range.
         return frozenset({name for name in names if "." not in name} | letters)
+
+    @cached_property
+    def is_said_by_key(self) -> bool:
+        """Whether a key {value} is the value of the ids in its list: `{value}/[id=]`."""
+        *keys, last = self.address.path or (None,)
+        names = {name for step in keys if isinstance(step, KeyStep) for name in step.names}
+        return VALUE in names and isinstance(last, ItemsStep) and last.columns == {""}
 
     @property
     def is_of_answer(self) -> bool:

@@ -21,7 +21,7 @@ MAX_LINE_BYTES = 64 << 20
 _MAX_COLUMNS = 500_000
 _BUFFER_BYTES = 1 << 20
 _SEPARATORS, _MAX_HEADER = ",;\t|", 1 << 16  # characters of a first line that show its separator
-_NUMBER = re.compile(r"\s*[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?\s*|nan|[-+]?inf", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\s*|nan|[-+]?inf", re.IGNORECASE)
 
 
 def read_text(path: Path, name: str, compression: str | None, resources: ExitStack) -> Value:

@@ -301,6 +301,8 @@ def atomic_write(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
             if unnamed is not None:
                 name_file(unnamed, temporary)
         if overwrite or not rename_exclusive(temporary, path):
+            if not overwrite and os.path.lexists(path):
+                raise FileExistsError(path)
             retry_eintr(os.rename, temporary, path)
     except BaseException as error:
         remove_tree(temporary)
