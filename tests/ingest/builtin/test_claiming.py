@@ -1,5 +1,6 @@
 """Test which built-in layout owns a file, and that none takes a file of another kind."""
 
+import gzip
 import pickle
 
 import numpy as np
@@ -223,6 +224,26 @@ def test_of_many_alike_files_some_are_looked_at(tmp_path, monkeypatch):
     (own,) = claim(files, builtins()).owned.values()
 
     assert len(own) == 300 and len(opened) <= 64
+
+
+def test_two_of_many_compressed_files_are_looked_at_and_each_is_checked(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("tracestore.ingest.readers.looks.open_tree", lambda path, **_: opened.append(path) or real(path))
+    from tracestore.ingest.readers.opening import open_tree as real
+
+    (tmp_path / "in").mkdir()
+    for k in range(8):
+        rows = make_traces(2) if k != 2 else [{"acts": np.ones((2, 3, 4), "f4")}]
+        for position, row in enumerate(rows):
+            row["question_id"] = f"q{k}-{position}"
+        (tmp_path / f"in/a_{k}.pkl.gz").write_bytes(gzip.compress(pickle.dumps(rows)))
+    files = {path.name: path for path in sorted((tmp_path / "in").iterdir())}
+
+    (own,) = claim(files, builtins()).owned.values()
+    assert len(own) == 8 and len(opened) <= 2
+    done = command("convert", tmp_path / "in", tmp_path / "s.zarr", check=3)
+
+    assert "a_2.pkl.gz" in done.stderr
 
 
 def test_a_look_reads_the_first_item_alone(tmp_path):

@@ -9,11 +9,13 @@ from pathlib import Path
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.builtin.library import Builtin
 from tracestore.ingest.readers.looks import FirstLooks
+from tracestore.ingest.readers.opening import COMPRESSED
 from tracestore.ingest.tree import Value
 from tracestore.store.vocabulary import score_of_word
 
 # Of files whose names differ in numbers alone, this many are looked at; each file is checked again when it is read.
 _MAX_LOOKS = 64
+_MAX_INFLATED = 2  # of compressed files; those that stay open are not inflated again
 _WORD = re.compile(r"[^\W\d_]+")
 _NUMBERS = re.compile(r"(?<![0-9a-zA-Z])[0-9a-f]{6,}(?![0-9a-zA-Z])|\d+")
 
@@ -61,7 +63,8 @@ def claim(files: Mapping[str, Path], known: Sequence[Builtin], looks: FirstLooks
     in_classes = _in_classes(files)
     claims.rest |= dict.fromkeys(in_classes)
     for names in _alike(name for name in files if name not in in_classes).values():
-        looked = names[:: -(-len(names) // _MAX_LOOKS)]
+        most = _MAX_INFLATED if COMPRESSED.search(names[0]) else _MAX_LOOKS
+        looked = names[:: -(-len(names) // most)]
         found = [_owner(name, files[name], known, opened) for name in looked]
         is_same = all(owner is found[0] and isinstance(owner, Builtin) for owner in found)
         if not is_same and len(looked) < len(names):

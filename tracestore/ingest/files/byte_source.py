@@ -7,12 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import ClassVar
 
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import ChunkReader
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.decompress import DAMAGE, open_inflated
 from tracestore.ingest.files.limits import max_inflated
+from tracestore.platform_support import num_processors
 from tracestore.store.io.scratch import Scratch
 
 TRUNCATED_WHILE_READING = "another program truncated the file while it was read"
@@ -22,16 +24,21 @@ MAX_INFLATED_PAYLOAD_BYTES = 1 << 30
 MAX_INFLATED_MEMORY_BYTES = 32 << 20
 _CHUNK_BYTES = 2 << 20
 _CHUNKS_AHEAD = 3
+# Most looks at the first item of a file end here: what is inflated ahead is lost then.
+_LOOKED_BYTES = 2 * _CHUNK_BYTES
 
 
 class InflatedChunks:
     """Inflate a compressed file chunk by chunk, with a limit on ratio and size.
 
     While `is_ahead()` is true, a thread inflates some chunks ahead. Otherwise each chunk is
-    inflated on request, which costs less processor time when all processors are busy.
+    inflated on request, which costs less processor time when all processors are busy: by default
+    while as many files are open.
     """
 
-    def __init__(self, path: Path, is_ahead: Callable[[], bool] = lambda: True, compression: str = "gzip") -> None:
+    open_ids: ClassVar[set[int]] = set()
+
+    def __init__(self, path: Path, is_ahead: Callable[[], bool] | None = None, compression: str = "gzip") -> None:
         from concurrent.futures import Future, ThreadPoolExecutor  # only compressed files need it
 
         self.disk_bytes = os.stat(path).st_size
@@ -39,14 +46,16 @@ class InflatedChunks:
         self._limit = min(MAX_INFLATED_BYTES, max_inflated(self.disk_bytes))
         self._compression = compression
         self._file = open_inflated(path, compression)
-        self._is_ahead = is_ahead
+        self._is_ahead = is_ahead or _is_processor_idle
         # isal's own thread would copy each chunk once more.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tracestore-inflate")
         self._ahead: deque[Future[bytes]] = deque()
+        self.open_ids.add(id(self))
 
     def __call__(self) -> bytes:
         """Return the next chunk; b"" at the end, after the checksums have been compared."""
-        while len(self._ahead) < _CHUNKS_AHEAD and self._is_ahead():
+        is_ahead = self.inflated_bytes >= _LOOKED_BYTES and self._is_ahead()
+        while is_ahead and len(self._ahead) < _CHUNKS_AHEAD:
             self._ahead.append(self._pool.submit(self._file.read, _CHUNK_BYTES))
         try:
             chunk = self._ahead.popleft().result() if self._ahead else self._file.read(_CHUNK_BYTES)
@@ -64,8 +73,13 @@ class InflatedChunks:
 
     def close(self) -> None:
         """End the thread and close the file."""
+        self.open_ids.discard(id(self))
         self._pool.shutdown(cancel_futures=True)
         self._file.close()
+
+
+def _is_processor_idle() -> bool:
+    return len(InflatedChunks.open_ids) < num_processors()
 
 
 def value_reader(read: Callable[[], bytes], disk_bytes: int, scratch: Scratch) -> ChunkReader:

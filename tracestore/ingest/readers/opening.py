@@ -20,7 +20,7 @@ from tracestore.ingest.readers.content import ARROW_MAGIC, READING, Content, ref
 from tracestore.ingest.tree import Items, Value
 from tracestore.store.io.scratch import Scratch
 
-_COMPRESSED = re.compile(r"\.(?:gz|bz2|xz|zst|z|zlib)$")
+COMPRESSED = re.compile(r"\.(?:gz|bz2|xz|zst|z|zlib)$")
 _GZIP_RESERVED = 0xE0
 # The module and the function of each reader; a module is imported when a file needs it.
 _READERS = {
@@ -82,7 +82,7 @@ def _root(path: Path, scratch: Scratch, resources: ExitStack) -> Value:
     compression = None if is_safetensors(head, len(mapped)) else compression_of(head)
     name = path.name
     if compression is not None:
-        name = _COMPRESSED.sub("", name)
+        name = COMPRESSED.sub("", name)
         if compression == "gzip" and len(head) > 3 and head[3] & _GZIP_RESERVED:
             raise InvalidInputError("damaged gzip: reserved flags are set")
     if name.endswith(text.SUFFIXES):
