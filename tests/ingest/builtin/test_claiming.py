@@ -228,7 +228,9 @@ def test_of_many_alike_files_some_are_looked_at(tmp_path, monkeypatch):
 
 def test_two_of_many_compressed_files_are_looked_at_and_each_is_checked(tmp_path, monkeypatch):
     opened = []
-    monkeypatch.setattr("tracestore.ingest.readers.looks.open_tree", lambda path, **_: opened.append(path) or real(path))
+    monkeypatch.setattr(
+        "tracestore.ingest.readers.looks.open_tree", lambda path, **_: opened.append(path) or real(path)
+    )
     from tracestore.ingest.readers.opening import open_tree as real
 
     (tmp_path / "in").mkdir()
