@@ -84,7 +84,7 @@ class Place:
 
     @cached_property
     def is_said_by_key(self) -> bool:
-        """Whether a key {value} is the value of the ids in its list: `{value}/[id=]`."""
+        """Return whether a key {value} is the value of the ids in its list: `{value}/[id=]`."""
         *keys, last = self.address.path or (None,)
         names = {name for step in keys if isinstance(step, KeyStep) for name in step.names}
         return VALUE in names and isinstance(last, ItemsStep) and last.columns == {""}
