@@ -18,9 +18,9 @@ from typing import NoReturn
 
 # Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-# glibc's first threshold for memory of its own, returned once it is free.
-_PAGES_BYTES = 128 << 10
-_reuse = threading.Event()
+# The value of both thresholds when a program starts.
+_FIRST_THRESHOLD = 128 << 10
+_reuses_memory = threading.Event()
 
 
 def configure_program() -> None:
@@ -79,18 +79,18 @@ def reuse_freed_memory(max_bytes: int = 1 << 30, *, num_arenas: int | None = Non
             libc.mallopt(_M_ARENA_MAX, num_arenas)
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, min(max_bytes, 1 << 30))
-        _reuse.set()
+        _reuses_memory.set()
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system from now on, with gaps as small as can be: memory has run out.
+    """Return what is free to the system, now and from now on: memory has run out.
 
     No-op without a call of `reuse_freed_memory`.
     """
-    if _reuse.is_set():
+    if _reuses_memory.is_set():
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, _PAGES_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _PAGES_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _FIRST_THRESHOLD)
+        libc.mallopt(_M_TRIM_THRESHOLD, _FIRST_THRESHOLD)
         libc.malloc_trim(0)
 
 

@@ -36,7 +36,7 @@ class InflatedChunks:
     while as many files are open.
     """
 
-    open_ids: ClassVar[set[int]] = set()
+    open_ids: ClassVar[set[int]] = set()  # of the objects that are not closed
 
     def __init__(self, path: Path, is_ahead: Callable[[], bool] | None = None, compression: str = "gzip") -> None:
         from concurrent.futures import Future, ThreadPoolExecutor  # only compressed files need it

@@ -49,7 +49,7 @@ class Draft:
     cost : int
         How unusual the axes are.
     contradiction : str
-        Why it is none.
+        Why it is refused before it is tried, "" otherwise.
     """
 
     entries: dict[str, Any]
