@@ -22,7 +22,7 @@ LABELS = np.arange(COUNT) % 2
 @pytest.mark.parametrize("name", select("features"))
 def test_saved_detector_gives_the_same_scores(name, store, tmp_path):
     detector = make_detector(name, **FAST.get(name, {})).fit(store, np.arange(40), LABELS[:40])
-    save_checkpoint(tmp_path / "d.pt", content(name, detector, store, 2.0, 1.0, 0.5))
+    save_checkpoint(tmp_path / "d.pt", content(name, detector, store, store.indices, 2.0, 1.0, 0.5))
     loaded = from_content(load_checkpoint(tmp_path / "d.pt"), "d.pt")
     indices = np.arange(COUNT)
     np.testing.assert_array_equal(loaded.logits(store, indices), 2 * detector.score(store, indices) + 1)
@@ -54,7 +54,7 @@ def test_predict_scores_another_store(store, tmp_path):
 
 def test_store_of_another_shape_is_refused(store, tmp_path):
     detector = make_detector("probe_last").fit(store, np.arange(40), LABELS[:40])
-    save_checkpoint(tmp_path / "d.pt", content("probe_last", detector, store, 1.0, 0.0, 0.0))
+    save_checkpoint(tmp_path / "d.pt", content("probe_last", detector, store, store.indices, 1.0, 0.0, 0.0))
     small = write_store(tmp_path / "small.zarr", make_traces(4, dim=4))
     message = error_of("predict", "--checkpoint", tmp_path / "d.pt", "--store", small, code=2)
     assert "fitted to 3 layers of 8 columns, this store has 3 of 4" in message
@@ -70,7 +70,7 @@ def with_heads(k, heads):
 def test_store_of_other_heads_is_refused(name, store, tmp_path):
     """The attention score of LLM-Check is a sum over the heads, the others have columns of each head."""
     detector = make_detector(name).fit(store, np.arange(40), LABELS[:40])
-    save_checkpoint(tmp_path / "d.pt", content(name, detector, store, 1.0, 0.0, 0.0))
+    save_checkpoint(tmp_path / "d.pt", content(name, detector, store, store.indices, 1.0, 0.0, 0.0))
     traces = [make_labeled(k) for k in range(8)]
     more = [with_heads(k, 3) for k in range(8)]
     for number, other in enumerate(((traces, "mean"), (more, "heads"))):
@@ -83,7 +83,7 @@ def test_store_of_other_heads_is_refused(name, store, tmp_path):
 
 def test_traces_without_a_field_that_a_detector_reads_are_counted(store, tmp_path):
     detector = make_detector("probe_mean").fit(store, np.arange(40), LABELS[:40])
-    save_checkpoint(tmp_path / "d.pt", content("probe_mean", detector, store, 1.0, 0.0, 0.0))
+    save_checkpoint(tmp_path / "d.pt", content("probe_mean", detector, store, store.indices, 1.0, 0.0, 0.0))
     traces = [make_labeled(k) for k in range(4)]
     del traces[2]["prompt_length"]
     words = "--store", write_store(tmp_path / "s.zarr", traces), "--output", tmp_path / "o.csv"
@@ -110,7 +110,7 @@ def damaged(saved):
 
 def test_damaged_checkpoints_are_refused_in_one_line(store, tmp_path):
     detector = make_detector("probe_last").fit(store, np.arange(40), LABELS[:40])
-    saved = content("probe_last", detector, store, 1.0, 0.0, 0.0)
+    saved = content("probe_last", detector, store, store.indices, 1.0, 0.0, 0.0)
     for change, message in damaged(saved):
         torch.save(saved | change, tmp_path / "d.pt")
         found = error_of("predict", "--checkpoint", tmp_path / "d.pt", "--store", store.path, code=2)
@@ -119,4 +119,4 @@ def test_damaged_checkpoints_are_refused_in_one_line(store, tmp_path):
 
 def test_detector_without_a_state_cannot_be_saved(store):
     with pytest.raises(UsageError, match="TorchModel cannot be saved"):
-        content("lstm_solo", make_detector("lstm_solo"), store, 1.0, 0.0, 0.0)
+        content("lstm_solo", make_detector("lstm_solo"), store, store.indices, 1.0, 0.0, 0.0)

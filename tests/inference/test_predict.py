@@ -60,6 +60,25 @@ def test_a_file_that_appears_meanwhile_is_kept(trained, tmp_path):
     assert output.read_text() == "of another run" and os.listdir(tmp_path) == ["p.csv"]
 
 
+def test_traces_that_the_detector_has_seen_are_counted(trained, tmp_path):
+    path, run, results = trained
+    checkpoint = run / "lstm_solo" / "best.pt"
+    seen = sum(len(results["split"][name]) for name in ("train", "val"))
+    lines = []
+    report = scoring.predict_store(checkpoint, path, tmp_path / "all.csv", log=lines.append)
+    assert report.num_seen == seen and f"{seen} of 60 traces trained or validated" in lines[0]
+    # Also in a store of other traces, in another order.
+    merged = tmp_path / "merged.zarr"
+    new = write_store(
+        tmp_path / "new.zarr", [t | {"question_id": f"n{k}"} for k, t in enumerate(make_traces(3, layers=3, dim=8))]
+    )
+    command("merge", new, path, merged, check=0)
+    assert scoring.predict_store(checkpoint, merged, tmp_path / "merged.csv").num_seen == seen
+    lines.clear()
+    assert scoring.predict_store(checkpoint, new, tmp_path / "new.csv", log=lines.append).num_seen == 0
+    assert not lines
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_of_the_test_split_equal_those_of_the_training(trained, tmp_path, name):
     path, run, results = trained

@@ -186,7 +186,7 @@ def _use_all(
     threshold = np.clip(youden_threshold(data.y[known], p[known]), 1e-12, 1 - 1e-12)
     logit = float(np.log(threshold) - np.log1p(-threshold))
     try:
-        save_checkpoint(checkpoint, content(result.name, detector, data.store, slope, intercept, logit))
+        save_checkpoint(checkpoint, content(result.name, detector, data.store, data.indices, slope, intercept, logit))
     except UsageError as error:
         result.notes.append(str(error))
 

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 import tracestore
@@ -10,12 +11,13 @@ from tracestore.detectors.interface import answer_positions
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.models import DetectorModel
 from tracestore.store.read.store import TraceStore
+from tracestore.store.read.table import hashes
 
-DETECTOR_VERSION = 6
+DETECTOR_VERSION = 7
 
 
 def detector_checkpoint(
-    name: str, model: DetectorModel, config: ModelConfig, store: TraceStore, training: dict[str, Any]
+    name: str, model: DetectorModel, config: ModelConfig, store: TraceStore, seen: np.ndarray, training: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the content of best.pt.
 
@@ -28,6 +30,8 @@ def detector_checkpoint(
     config : ModelConfig
     store : TraceStore
         The training data; its shape, attention layout and provenance are stored, and whether it tells where answers are.
+    seen : np.ndarray
+        Store indices of the traces of training and validation; `hashes` of them are stored.
     training : dict
         Further entries: threshold (of the logit), temperature, attention_threshold, top_k,
         precision, epoch and val_auroc.
@@ -47,6 +51,24 @@ def detector_checkpoint(
             "attention_layout": store.attention_layout,
             "answer_positions": answer_positions(store),
             "provenance": [p.to_json() for p in store.provenance],
+            "seen": seen_hashes(store, seen),
         },
         **training,
     }
+
+
+def seen_hashes(store: TraceStore, indices: np.ndarray) -> torch.Tensor:
+    """Return hashes ``(n,)`` int64 of the traces that a detector has seen, sorted."""
+    return torch.from_numpy(np.sort(hashes(store.internals, indices).view(np.int64)))
+
+
+def checked_hashes(value: Any) -> torch.Tensor:
+    """Return the hashes of a checkpoint, which is untrusted data; raise ValueError for other values."""
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.int64 or value.ndim != 1:
+        raise ValueError("hashes of traces")
+    return value
+
+
+def count_seen(seen: torch.Tensor, store: TraceStore) -> int:
+    """Return how many traces of a store have one of the hashes of `seen_hashes`."""
+    return int(np.isin(seen_hashes(store, store.indices).numpy(), seen.numpy()).sum())

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 import tracestore
 from tracestore.detectors.apart import DetectorApart
+from tracestore.detectors.checkpoint_file import checked_hashes, seen_hashes
 from tracestore.detectors.interface import Detector
 from tracestore.detectors.registry import make_detector, registry
 from tracestore.errors import TracestoreError, UsageError
@@ -18,7 +19,7 @@ from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.store import TraceStore
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class FittedDetector:
         Layers and hidden size of the store that the detector was fitted to.
     provenance : tuple of Provenance
         That of the same store.
+    seen : torch.Tensor
+        Of `seen_hashes`: the traces that it was fitted to.
     """
 
     name: str
@@ -46,6 +49,7 @@ class FittedDetector:
     threshold: float
     shape: tuple[int, int]
     provenance: tuple[Provenance, ...]
+    seen: torch.Tensor
 
     def check(self, store: TraceStore) -> None:
         """Raise UsageError or MissingFieldError unless the detector can read the store."""
@@ -80,9 +84,15 @@ def check_shape(name: str, shape: tuple[int, int], store: TraceStore) -> None:
 
 
 def content(
-    name: str, detector: Detector, store: TraceStore, slope: float, intercept: float, threshold: float
+    name: str,
+    detector: Detector,
+    store: TraceStore,
+    seen: np.ndarray,
+    slope: float,
+    intercept: float,
+    threshold: float,
 ) -> dict[str, Any]:
-    """Return the content of the checkpoint of a fitted detector; see `FittedDetector`.
+    """Return the content of the checkpoint of a detector that was fitted to traces `seen`; see `FittedDetector`.
 
     Raises
     ------
@@ -101,6 +111,7 @@ def content(
         "store": {
             "shape": [store.num_layers, store.hidden_dim],
             "provenance": [p.to_json() for p in store.provenance],
+            "seen": seen_hashes(store, seen),
         },
     }
 
@@ -122,6 +133,7 @@ def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
         if not np.isfinite(numbers).all():
             raise ValueError
         origin = tuple(map(Provenance.from_json, saved["store"]["provenance"]))
+        seen = checked_hashes(saved["store"]["seen"])
         is_foreign = name in registry() and registry()[name].is_foreign
         detector = DetectorApart(name, options) if is_foreign else make_detector(name, **options)
         detector.load_state(tree_map_only(torch.Tensor, torch.Tensor.numpy, saved["model"]))
@@ -129,7 +141,7 @@ def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
         if isinstance(error, UsageError) or is_out_of_memory(error):
             raise
         raise UsageError(f"{path}: not a complete detector: {type(error).__name__}") from None
-    return FittedDetector(name, detector, slope, intercept, threshold, (layers, columns), origin)
+    return FittedDetector(name, detector, slope, intercept, threshold, (layers, columns), origin, seen)
 
 
 def _to_tensors(value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
-from tracestore.detectors.checkpoint_file import DETECTOR_VERSION
+from tracestore.detectors.checkpoint_file import DETECTOR_VERSION, checked_hashes, count_seen
 from tracestore.detectors.interface import answer_positions
 from tracestore.detectors.model_config import ModelConfig, Precision
 from tracestore.detectors.models import DetectorModel
@@ -55,6 +55,8 @@ class TrainedDetector:
         Attention threshold, top_k and precision of the training.
     trained_on : dict
         Form of the attention of the training store, and whether the positions of its answers are known.
+    seen : torch.Tensor
+        Of `seen_hashes`: the traces of training and validation.
     provenance : tuple of Provenance
         That of the training store.
     """
@@ -66,6 +68,7 @@ class TrainedDetector:
     temperature: float
     options: TrainConfig
     trained_on: dict[str, Any]
+    seen: torch.Tensor
     provenance: tuple[Provenance, ...] = ()
 
     def check(self, store: TraceStore) -> None:
@@ -143,6 +146,7 @@ def load_detector(path: Path) -> TrainedDetector | FittedDetector:
                 score_threshold=DEFAULT_THRESHOLD,
             ),
             trained_on,
+            checked_hashes(saved["store"]["seen"]),
             tuple(map(Provenance.from_json, saved["store"]["provenance"])),
         )
     except Exception as error:
@@ -228,6 +232,7 @@ class PredictReport:
     model: str
     threshold: float
     num_traces: int
+    num_seen: int
     num_predicted: int = 0
     num_without_score: int = 0
 
@@ -284,9 +289,13 @@ def predict_store(
         detector.check(store)
         if not allow_mixed_provenance:
             require_compatible(detector.provenance, store.provenance, str(store.path))
+        num_seen = count_seen(detector.seen, store)
         report = PredictReport(
-            str(output), str(checkpoint), str(store.path), detector.name, detector.threshold, len(store)
+            str(output), str(checkpoint), str(store.path), detector.name, detector.threshold, len(store), num_seen
         )
+        if num_seen:
+            of_all = f"{num_seen:,} of {plural(len(store), 'trace')}"
+            log(f"note: {of_all} trained or validated the detector; their scores are not those of new answers")
         for text in store.describe_shared_keys():
             log(text)
         batches: Iterable[tuple[np.ndarray, np.ndarray]]

@@ -374,8 +374,9 @@ class Trainer:
             "top_k": self.config.top_k,
             "precision": self.config.precision,
         }
+        seen = np.concatenate([self.split.indices["train"], self.split.indices["val"]])
         save_checkpoint(
-            self.folder / BEST, detector_checkpoint(self.name, self.model, self.model_config, self.store, about)
+            self.folder / BEST, detector_checkpoint(self.name, self.model, self.model_config, self.store, seen, about)
         )
 
     def _abort_with_checkpoint(self, reason: StopReason, text: str, state: TrainState | None) -> NoReturn:

@@ -153,6 +153,20 @@ def _has_surrogates(values: Sequence[Any] | np.ndarray) -> bool:
 
 def digest(store: StoreInternals, indices: np.ndarray) -> str:
     """Return a digest of the ids, samples and arrays of some traces; see `TraceStore.digest`."""
+    rows = _identities(store, indices)
+    # Sorted by key, so that the order in the store does not matter.
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    return hashlib.blake2b(rows.astype("<u8").tobytes(), digest_size=16).hexdigest()
+
+
+def hashes(store: StoreInternals, indices: np.ndarray) -> np.ndarray:
+    """Return a hash ``(n,)`` uint64 of the id, sample and arrays of each trace, the same in every store."""
+    keys, content = _identities(store, indices).T
+    return np.asarray(keys * np.uint64(0x9E3779B97F4A7C15) ^ content)
+
+
+def _identities(store: StoreInternals, indices: np.ndarray) -> np.ndarray:
+    """Return ``(n, 2)`` uint64: of each trace a checksum of its id with its sample, and those of its arrays."""
     locations = store.index.locations(indices)
     sums = np.zeros((len(indices), 2), np.uint64)
     places = ((GRAPH_SEGMENT, GRAPH_ROW, "graph_crc32c"), (SEQUENCE_SEGMENT, SEQUENCE_ROW, "sequence_crc32c"))
@@ -163,10 +177,7 @@ def digest(store: StoreInternals, indices: np.ndarray) -> str:
     ids = (zlib.crc32(question.encode("utf-8", "surrogatepass")) for question in store.index.question_ids(indices))
     keys = np.fromiter(ids, np.uint64, len(indices)) << np.uint64(32)
     keys |= store.index.read_column("sample")[indices].astype(np.uint64)
-    content = sums[:, 0] << np.uint64(32) | sums[:, 1]
-    # Sorted by key, so that the order in the store does not matter.
-    rows = np.stack([keys, content], axis=1)[np.lexsort((content, keys))]
-    return hashlib.blake2b(rows.astype("<u8").tobytes(), digest_size=16).hexdigest()
+    return np.stack([keys, sums[:, 0] << np.uint64(32) | sums[:, 1]], axis=1)
 
 
 def facts(store: StoreInternals) -> dict[str, Any]:
