@@ -1130,6 +1130,23 @@ def test_rule_08a_attributes_that_may_be_labels(tmp_path, container):
     assert [trace.score for trace in traces.values()] == [0, 1]
 
 
+def test_attributes_of_traces_that_no_line_names_are_listed(tmp_path):
+    """[a number of tokens of the prompt that is left out without a word]"""
+    h5py = pytest.importorskip("h5py")
+    (tmp_path / "in").mkdir()
+    with h5py.File(tmp_path / "in/a.h5", "w") as file:
+        file.attrs["model"] = "m"  # of the file, not of a trace
+        for k in range(2):
+            file[f"q{k}/hs"] = states(2, 3, 8, seed=k)
+            file[f"q{k}"].attrs.update({"words_of_prompt": k, "kind": "x", "CLASS": "GROUP"})
+
+    with TestCase().assertLogs("tracestore") as logged:
+        convert(tmp_path, {"hidden_states": "a.h5 : {id}/hs -> L S D", "question": "a.h5 : {id}/@kind"})
+
+    assert "left out: a.h5 : {id}/@words_of_prompt" in "".join(logged.output)
+    assert all(name not in "".join(logged.output) for name in ("@CLASS", "@kind", "@model"))
+
+
 def test_an_empty_prompt_has_a_length(tmp_path):
     for k, size in enumerate((0, 3)):
         save(tmp_path / f"in/q{k}_p.npy", states(2, size, 8, seed=k))

@@ -1,5 +1,6 @@
 """The keys and members that the steps of a path follow."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from tracestore.ingest.execute.values import key_text
@@ -30,3 +31,9 @@ def match_key(step: KeyStep, key: Any) -> dict[str, Any] | None:
         return None
     found = [part.match(key_text(member)) for part, member in zip(step.parts, members, strict=True)]
     return None if None in found else {name: value for match in found if match for name, value in match.bound.items()}
+
+
+def lacking_keys(children: Sequence[tuple[Step, T]], keys: Iterable[Any]) -> list[T]:
+    """Return the places of steps that no key follows."""
+    steps = [(step, child) for step, child in children if isinstance(step, KeyStep)]
+    return [child for step, child in steps if all(match_key(step, key) is None for key in keys)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.execute.key_steps import followed, match_key, member_number
+from tracestore.ingest.execute.key_steps import followed, lacking_keys, match_key, member_number
 from tracestore.ingest.execute.values import (
     describe,
     id_text,
@@ -26,6 +26,7 @@ from tracestore.ingest.tree import Array, Group, Items, MappingGroup, Value
 from tracestore.store.vocabulary import is_named_as_verdict, is_question_id
 
 _MAX_SHAPE = 256  # keys of a group whose claims are kept
+_OF_CONTAINERS = {"class", "format"}  # attributes; others have names in capitals
 
 
 @dataclass
@@ -187,16 +188,19 @@ class Walk:
                 self.on_unclaimed(node, key, group[key], bound)
 
     def _add_attributes(self, node: Node, value: Value, bound: Bound) -> None:
-        """Report attributes at a place of traces that no line names: of the first value labels, and of each the id."""
+        """Report attributes at a place of traces that no line names: of the first value all, and of each the id."""
         if id(node) in self._attributed or value is None or node.ignores:
             return
         self._attributed.add(id(node))
         if any(name != "file" and name[0] != "*" and name not in INNER_NAMES for name in bound):
             claimed = {step.name for step, _ in node.children if isinstance(step, AttributeStep)}
             for name in getattr(value, "attributes", {}).keys() - claimed:
-                if is_named_as_verdict(name) or (is_question_id(name) and "{id" in node.prefix):
-                    self._attributed -= {id(node)} if is_question_id(name) else set()
-                    self.on_unclaimed(node, f"@{name}", value.attributes[name], bound)  # type: ignore[union-attr]
+                held: Value = value.attributes[name]  # type: ignore[union-attr]
+                is_id = is_question_id(name) and "{id" in node.prefix
+                self._attributed -= {id(node)} if is_id else set()
+                is_own = isinstance(held, str | int | float) and not name.isupper() and name not in _OF_CONTAINERS
+                if is_own or is_id or is_named_as_verdict(name):
+                    self.on_unclaimed(node, f"@{name}", held, bound)
 
     def _beside(self, node: Node, children: Children, value: Value, bound: Bound, in_unit: bool) -> Cells:
         """Follow steps to attributes and to members of a list."""
@@ -263,7 +267,7 @@ class Walk:
             begins = child.is_unit and not in_unit
             yield from self.cells(child, item, found, in_unit=in_unit or begins or has_unit)
             if _COUNTED in step.values and isinstance(item, Group):  # a row without the key is a row without a value
-                for lacking in _lacking(child, item):
+                for lacking in lacking_keys(child.children, item):
                     yield from self.cells(lacking, None, found, in_unit=in_unit or begins or has_unit)
             has_unit |= begins
         if has_unit:
@@ -386,12 +390,6 @@ def _kept(node: Node, value: Value, rows: Items | Array) -> Iterator[Value]:
             yield item
         else:
             child.is_found = True
-
-
-def _lacking(node: Node, item: Group) -> list[Node]:
-    """Return the places of keys that a row does not have."""
-    steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
-    return [child for step, child in steps if all(match_key(step, key) is None for key in item)]
 
 
 def _column_names(items: Sequence[tuple[ItemsStep, Node]]) -> set[str]:

@@ -248,11 +248,8 @@ class Case:
             keys = {"_".join(words_of(m.leaf.key)) for m in same} - {name}
             if self._has(name) and (keys & SAYING["vague texts"] or (len(same) > 1 and len(keys) == len(same))):
                 yield f"{name}: another text may be meant: {', '.join(sorted(keys))}"
-        # The reading compares the lengths of prompts and of single traces.
-        if self._has("prompt_length") and self._has("S.mask", *["S.lengths"] * self._is_stacked):
-            yield "prompt_length: it may count padding"
-        if self._has("prompt_length") and self._may_count_text():
-            yield OF_TEXT
+        if self._has("prompt_length"):
+            yield from self._of_prompts()
         scores = sorted(name for name in self.lines if name.startswith(("correctness.", "hallucination.")))
         if len(scores) > 1:
             yield f"{', '.join(scores)}: no word tells which score counts"
@@ -262,13 +259,19 @@ class Case:
         doubtful = [m.leaf.key for m in self.places.meanings if m.is_doubtful]
         yield from (f"{key}: may be what a detector says, or words without a meaning" for key in doubtful)
 
-    def _may_count_text(self) -> bool:
-        """Return whether the name of a prompt_length says the question, or its values count characters or words."""
+    def _of_prompts(self) -> Iterator[str]:
+        """Yield what else a prompt_length may count; the name may say the question, or its values those of texts."""
+        # The reading compares the lengths of prompts and of single traces.
+        if self._has("S.mask", *["S.lengths"] * self._is_stacked):
+            yield "prompt_length: it may count padding"
         lengths = [m.leaf.scalars for m in self.places.meanings if m.field == "prompt_length"]
         texts = [m.leaf.scalars for m in self.places.meanings if m.field == "question"]
         counts = [[count(str(text)) for text in values] for values in texts for count in TEXT_COUNTS]
         is_said = any("question" in words_of(key) for key in self._keys("prompt_length"))
-        return is_said or any([int(value) for value in values] in counts for values in lengths)
+        if is_said or any([int(value) for value in values] in counts for values in lengths):
+            yield OF_TEXT
+        if any(max(map(int, values), default=2) < 2 for values in lengths):
+            yield "prompt_length: it may count prompts"
 
 
 def _num_characters(texts: list[Leaf], spot: Spot) -> int:
