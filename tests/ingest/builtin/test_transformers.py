@@ -105,9 +105,47 @@ def test_one_padded_sequence_is_refused(tmp_path, side):
     (tmp_path / "in").mkdir()
     torch.save(output, tmp_path / "in/q.pt")
 
-    with pytest.raises(InvalidInputError, match=f"token {0 if side == 'left' else 6} has no weight"):
+    with pytest.raises(InvalidInputError, match=f"token {0 if side == 'left' else 5} is masked"):
         tracestore.convert_files(tmp_path / "in", tmp_path / "s.zarr")
     tracestore.convert_files(tmp_path / "in", tmp_path / "s.zarr", padding="none")
+
+
+@pytest.mark.parametrize("has_attention", [True, False])
+@pytest.mark.parametrize("form", ["generate", "no cache", "forward"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_sequences_in_files_of_their_own_are_refused(tmp_path, side, form, has_attention):
+    """[padding as tokens] Without attention, prompts of one length of which one has an id twice at one end are padded."""
+    model = tiny_model()
+    for k in range(3):
+        ids = torch.zeros((1, 8), dtype=torch.int64)
+        ids[0, 4 - k : 8] = torch.arange(5, 9 + k)
+        ids = ids if side == "left" else ids.flip(1)
+        mask, asked = (ids > 0).long(), {"output_hidden_states": True, "output_attentions": has_attention}
+        with torch.no_grad():
+            if form == "forward":
+                output = {**model(ids, attention_mask=mask, use_cache=False, **asked), "input_ids": ids}
+            else:
+                count = 3 + k * (form == "generate")  # without a cache, nothing tells where the prompt ends
+                output = model.generate(
+                    ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False,
+                    use_cache=form == "generate", return_dict_in_generate=True, **asked,
+                )  # fmt: skip
+        assert owner(tmp_path, output, f"q{k}.pt")
+
+    with pytest.raises(InvalidInputError, match=r"--padding none") as raised:
+        converted(tmp_path)
+    assert ("is masked" if has_attention else "tokens, and one has the id") in str(raised.value)
+    assert len(converted(tmp_path, padding="none")) == 3
+
+
+def test_sequences_of_several_lengths_may_end_with_an_id_twice(tmp_path):
+    for k in range(3):
+        ids = torch.tensor([[5, 6, 7, 9, 10] + [8] * k])
+        with torch.no_grad():
+            output = tiny_model()(ids, output_hidden_states=True, use_cache=False)
+        owner(tmp_path, {**output, "input_ids": ids}, f"q{k}.pt")
+
+    assert len(converted(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("form", ["plain", "no cache"])

@@ -456,7 +456,7 @@ def test_rule_06a_attention_lies_between_0_and_1_and_its_rows_sum_to_1(tmp_path,
 
 
 @pytest.mark.parametrize("masked", [0, 3])
-def test_rule_06b_no_token_at_an_end_is_masked(tmp_path, masked):
+def test_rule_06b_no_token_is_masked(tmp_path, masked):
     """A row of padding in front sees all tokens alike; one behind sees those that are not masked."""
     weights = np.tril(np.ones((4, 4), "f4"))
     weights[:, masked] = 0
@@ -464,7 +464,7 @@ def test_rule_06b_no_token_at_an_end_is_masked(tmp_path, masked):
     write_rows(tmp_path, attn=lambda _: np.tile(weights / weights.sum(-1, keepdims=True), (2, 1, 1, 1)))
     layout = ROWS | {"attentions": "*.pkl : [id=id]/attn -> L H S S"}
 
-    refuse(tmp_path, layout, f"token {masked} has no weight")
+    refuse(tmp_path, layout, f"token {masked} is masked")
 
     convert(tmp_path, layout | {"S.padding": "none"})
 

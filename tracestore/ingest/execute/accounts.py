@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable, nearest, some_of
+from tracestore.ingest.execute.equal_lengths import EqualLengths
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.row_numbers import RowNumbers, key_words
 from tracestore.ingest.execute.shown_traces import ShownTraces
@@ -158,6 +159,7 @@ class RunAccount:
         self.left_out: set[str] = set()
         self.kept = KeptValues(plan)
         self.shown = ShownTraces(plan)
+        self.lengths = EqualLengths(plan, is_stated=is_stated)
 
     def refuse_unclaimed(self, texts: RowTexts, node: Node, key: str, value: Value, bound: Bound) -> None:
         """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""

@@ -17,10 +17,8 @@ from tracestore.store.format import schema
 _TOLERANCE = 2e-2  # of a sum of weights in float16 or bfloat16
 _BITS, _FLOAT = np.dtype("<u2"), np.dtype("<f4")
 _MOST_BITS = int(np.float16(1 + _TOLERANCE).view("<u2"))  # of positive numbers up to it; negative ones have more
-_FILL_ADVICE = (
-    ' in all layers: padding? S.mask, S.lengths or S.padding tells the padding apart, S.padding = "none" states that '
-    "there is none"
-)
+PADDING_WAYS = 'S.mask, S.lengths or S.padding of a layout states the padding, --padding none (or S.padding = "none") that there is none'
+_FILL_ADVICE = f" in all layers: padding? {PADDING_WAYS}"
 _BORDER_ADVICE = ': S.padding = "none" states that only what the layout leaves out is padding'
 
 
@@ -243,13 +241,14 @@ def check_attention_values(layer: np.ndarray) -> None:
 
 
 def check_masked_tokens(layer: np.ndarray) -> None:
-    """Rule 6b: no token at an end is masked: without a weight for itself, or in front, where it sees the last one."""
+    """Rule 6b: no token is masked: without a weight for itself, or in front, where it sees one that does not see it."""
     values = numbers_of(layer)
-    is_front = values.shape[-1] > 1 and values[:, 0, -1].any() and not values[:, -1, 0].any()
-    if is_front or not values[:, -1, -1].any():
+    masked = np.flatnonzero(~values.diagonal(axis1=1, axis2=2).any(axis=0))
+    seen = np.flatnonzero(values[:, 0].any(axis=0))  # by the first token: in causal attention only itself
+    is_front = len(seen) > 0 and not values[:, seen[-1], 0].any()
+    if is_front or len(masked):
         raise InvalidInputError(
-            f"token {0 if is_front else len(values[0]) - 1} has no weight in the last row of any head, as padding: S.mask, "
-            'S.lengths or S.padding states the padding, S.padding = "none" that there is none',
+            f"token {0 if is_front else masked[0]} is masked in every head, as padding: {PADDING_WAYS}",
             field="attentions",
         )
 
@@ -283,7 +282,7 @@ def check_zero_tokens(layers: Sequence[np.ndarray], what: str) -> None:
     if len(suspects):
         raise InvalidInputError(
             f"token {int(suspects[0])} is zero in all layers: padding or a file that was not written to its end; "
-            'S.mask, S.lengths or S.padding = "zeros" tells the padding apart',
+            'S.mask, S.lengths or S.padding = "zeros" of a layout states the padding',
             field=what,
         )
 
@@ -293,8 +292,7 @@ def check_no_padding(ids: np.ndarray, *, is_end_known: bool = False) -> None:
     for edge, inner in ((ids[:1], ids[1:2]), (ids[-1:], ids[-2:-1]))[: 1 if is_end_known else 2]:
         if len(inner) and inner[0] == edge[0]:
             raise InvalidInputError(
-                f"the row has the id {int(edge[0])} twice at one end: S.mask, S.lengths or S.padding = {int(edge[0])} states "
-                'the padding, S.padding = "none" that no row of any file is padded',
+                f"the row has the id {int(edge[0])} twice at one end: padding? {PADDING_WAYS}",
                 field="tokens",
             )
 

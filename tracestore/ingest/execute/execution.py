@@ -176,6 +176,7 @@ class Execution:
                     continue
                 if self._is_stated:
                     account.add_key(record)
+                self.account.lengths.add(record)
             except InvalidInputError as error:
                 error = error.with_traceback(None).with_location(source=group.name, position=position)
                 if on_refused is None:

@@ -1,0 +1,52 @@
+"""Rule 17e: sequences of a known tool that are each alone in a file or an item may be padded to one length."""
+
+import threading
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.execute.arrays import PADDING_WAYS
+from tracestore.ingest.layout.places import Plan
+from tracestore.store.write.record import TraceRecord
+
+_SAY_PADDING = {"S.padding", "S.mask", "S.lengths", "S.pad", "S.offsets", "S.starts", "S.owner"}
+
+
+class EqualLengths:
+    """Refuse padded sequences of a run: all have one number of ids, and one begins or ends with an id twice.
+
+    Rows of one array are checked each on their own (rules 17b and 17c). Of passes, the ids of the prompt count.
+
+    Parameters
+    ----------
+    plan : Plan
+    is_stated : bool
+        Whether a person, or a proposal that asks for padding, states the layout.
+    """
+
+    def __init__(self, plan: Plan, *, is_stated: bool) -> None:
+        stated = plan.layout.settings.keys() | plan.layout.addresses.keys()
+        axes = {axis for place in plan.states for axis in place.axes}
+        is_alone = axes.isdisjoint(("N", "K", "NS")) and "S" in axes
+        self._is_open = not is_stated and is_alone and "tokens" in stated and not stated & _SAY_PADDING
+        self._has_passes, self._lock = "P" in axes, threading.Lock()
+        self._size: int | None = None
+        self._repeated: int | None = None
+
+    def add(self, record: TraceRecord) -> None:
+        """Add a trace; raise InvalidInputError where it and an earlier one look padded."""
+        if not self._is_open or record.tokens is None:
+            return
+        is_prompt = self._has_passes and record.prompt_length is not None
+        size = record.prompt_length if is_prompt else record.num_tokens
+        ids = record.tokens[:size].tolist()
+        with self._lock:
+            is_first, self._is_open = self._size is None, self._size in (None, size)
+            self._size = size
+            if self._repeated is None and len(ids) > 1:
+                self._repeated = next((one for one, two in ((ids[0], ids[1]), (ids[-1], ids[-2])) if one == two), None)
+            if self._is_open and not is_first and self._repeated is not None:
+                what = "prompt" if is_prompt else "trace"
+                raise InvalidInputError(
+                    f"each {what} so far has {size} tokens, and one has the id {self._repeated} twice at one end: padding? "
+                    + PADDING_WAYS,
+                    field="tokens",
+                )
