@@ -158,6 +158,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     UsageError
         If the file is not a checkpoint. Out-of-memory errors propagate unchanged.
     """
+    if path.is_dir():
+        raise UsageError(f"{path}: a folder; the detector of a run is its file {path / BEST}")
     try:
         with fsio.open_regular(path) as file:
             _require_uncompressed(file)

@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
     add("store", metavar="STORE", help="folder or URL of a store")
     add("trace", metavar="INDEX_OR_ID", help="a question id, or an index if no trace has that id")
     add("--sample", type=non_negative_int, default=0, metavar="N", help="which of several answers")
-    add("--layer", type=int, metavar="N", help="layer of the attention (default: the middle layer)")
+    add("--layer", type=int, metavar="N", help="number of the layer in the store, from 0 (default: the middle layer)")
     add("--head", type=int, metavar="N", help="head of the attention (default: the mean of the heads)")
     add(
         "--output",
