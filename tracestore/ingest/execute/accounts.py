@@ -4,14 +4,24 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
-from tracestore.errors import InvalidInputError, error_location, escape_unprintable, nearest, some_of
+from tracestore.errors import InvalidInputError, escape_unprintable, nearest, some_of
+from tracestore.ingest.execute.claims import Claimed
 from tracestore.ingest.execute.equal_lengths import EqualLengths
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.row_numbers import RowNumbers, key_words
 from tracestore.ingest.execute.shown_traces import ShownTraces
-from tracestore.ingest.execute.table_accounts import KeptValues, TableAccount, check_totals, end_text, table_account
+from tracestore.ingest.execute.table_accounts import (
+    KeptValues,
+    MissingRow,
+    TableAccount,
+    check_totals,
+    close_table,
+    end_text,
+    table_accounts,
+)
 from tracestore.ingest.execute.traces import TraceColumns
 from tracestore.ingest.execute.values import describe, named
 from tracestore.ingest.execute.walk import Bound, Cell, Node
@@ -81,10 +91,9 @@ class SourceAccount:
         """Close the accounts of the source."""
         self._check(columns.source, self._stacks)
         self._check_unused(columns.source)
-        if not self._plan.is_global:
-            self._check(columns.tables, self._stacks)
-        elif "chunk" not in self._plan.states[0].address.files.names:
-            check_totals(columns.tables, self._total)
+        self._check(columns.tables, self._stacks)
+        if self._plan.is_global and "chunk" not in self._plan.states[0].address.files.names:
+            check_totals(columns.tables, self._total, next(iter(self._stacks.values()), {}))
 
     def _check_unused(self, level: Mapping[Place, Column]) -> None:
         """Rule 11: the arrays of a source have the ids of its states; something of every other field has them (12c)."""
@@ -141,7 +150,7 @@ class RunAccount:
         self._plan, self._trees, self._num_sources, self._is_stated = plan, trees, num_sources, is_stated
         self.num_read = 0  # sources that were read to their end
         self._lock = threading.Lock()
-        self._missing: dict[Place, set[tuple[str, str]]] = {}
+        self._missing: dict[Place, set[MissingRow]] = {}
         self.tables: list[TableAccount] = []
         # By field and FILES: how many rows of the sources' own files are joined in order, and with the number of their
         # source the first and the last one.
@@ -213,7 +222,7 @@ class RunAccount:
         return not self.is_read and any(table.is_of_all for table in self.tables)
 
     def add_source(
-        self, number: int, missing: Mapping[Place, set[tuple[str, str]]], columns: Mapping[Place, Column] | None = None
+        self, number: int, missing: Mapping[Place, set[MissingRow]], columns: Mapping[Place, Column] | None = None
     ) -> None:
         """Add the keys of the traces of a source for which a table has no row, and its columns that are in order."""
         with self._lock:
@@ -249,21 +258,21 @@ class RunAccount:
         """Let tokens and steps begin as in an earlier run."""
         self._first_numbers.update(earlier._first_numbers)
 
-    def add_tables(self, tables: Mapping[Place, Column], sources: Mapping[str, str]) -> None:
+    def add_tables(self, tables: Mapping[Place, Column], files: Claimed) -> None:
         """Keep how the rows of the tables were joined, when all sources are read.
 
         Parameters
         ----------
         tables : Mapping
             The columns of the tables.
-        sources : Mapping
-            The name of a file by its FILES.
+        files : dict
+            The files by their FILES.
         """
         for place, column in tables.items():
             # Rule 9 closes the accounts of what is known of an axis.
             if not place.is_optional and place.rule.kind != "known":
-                source = sources[place.address.files.text]
-                self.tables.append(table_account(column, source, self._missing.get(place, ()), self.kept, self._plan))
+                found, missing = files[place.address.files.text], self._missing.get(place, ())
+                self.tables += table_accounts(column, found, missing, self.kept, self._plan)
 
     def close(self, has_id: Callable[[str], bool]) -> Iterator[str]:
         """Close the accounts of the run, and yield a line for each table.
@@ -285,9 +294,8 @@ class RunAccount:
             self.left_out |= {
                 str(a) for a in self._plan.left_out if a.path and self._trees[a.files.text].at(a.path).is_found
             }
-        for table in self.tables:
-            with error_location(table.source):
-                yield table.close(has_id, is_whole=self.is_whole)
+        for _, tables in groupby(self.tables, lambda table: table.address):
+            yield close_table(list(tables), has_id, is_whole=self.is_whole)
         is_numbered = "L.ids" in {*self._plan.layout.addresses, *self._plan.layout.settings}
         for address in self._plan.left_out if self._is_stated and not is_numbered else ():
             if address.path and _LAYER_NUMBERS.fullmatch(address.path[-1].text):

@@ -246,24 +246,20 @@ def is_other(name: str) -> bool:
 def group_files(plan: Plan, claimed: Claimed) -> tuple[list[FileGroup], list[str]]:
     """Return the sources, and the FILES of tables, which every source may use.
 
-    Files whose names bind the same names of a trace are one source. A table is a file that shares no name with them.
+    Files whose names bind the same names of a trace are one source. Tables are files whose names do not tell all sources
+    apart, or whose rows run on over chunks.
     """
     groups: Groups = {}
-    names = [name for name in _file_names(plan.states[0]) if name not in plan.states[0].crossed]
     texts = [place.address.files.text for place in plan.states]
     for text in texts:
         for file in claimed[text]:
-            key = tuple(file.bound.get(name) for name in names)
+            key = tuple(file.bound.get(name) for name in plan.source_names)
             name = _source_name(plan.states[0].address.files, file) if text == texts[0] else file.name
             _add(groups.setdefault(key, FileGroup(name, {})), text, file)
     tables: set[str] = set()
     for place in plan.others:
         text = place.address.files.text
-        if text in texts or text in tables:
-            continue
-        if shared := [name for name in names if name in _file_names(place)]:
-            _attach(place, claimed[text], groups, names, shared)
-        else:
+        if text not in texts and not _attach(place, claimed[text], groups, plan):
             tables.add(text)
     for group in groups.values():
         if missing := next((text for text in texts if text not in group.files), None):
@@ -275,25 +271,27 @@ def group_files(plan: Plan, claimed: Claimed) -> tuple[list[FileGroup], list[str
     return ordered, sorted(tables)
 
 
-def _attach(place: Place, files: list[FoundFile], groups: Groups, names: list[str], shared: list[str]) -> None:
-    """Add files to the sources whose names bind the same; InvalidInputError if one belongs to none (rule 11)."""
-    by_key: dict[tuple[Any, ...], list[FoundFile]] = defaultdict(list)
-    for file in files:
-        by_key[tuple(file.bound.get(name) for name in shared)].append(file)
-    used = set()
+def _attach(place: Place, files: list[FoundFile], groups: Groups, plan: Plan) -> bool:
+    """Add files to the sources whose names bind the same, and return true; false if they are a table.
+
+    Rule 11: InvalidInputError if a file belongs to no source.
+    """
+    if not (shared := plan.shared_names(place)):
+        return False
+    owners: dict[tuple[Any, ...], list[FileGroup]] = defaultdict(list)
     for key, group in groups.items():
-        values = dict(zip(names, key, strict=True))
-        own = tuple(values[name] for name in shared)
-        used.add(own)
-        for file in by_key.get(own, []):
-            _add(group, place.address.files.text, file)
-    if unused := [file.name for key, found in by_key.items() if key not in used for file in found]:
+        values = dict(zip(plan.source_names, key, strict=True))
+        owners[tuple(values[name] for name in shared)].append(group)
+    found = [(owners.get(tuple(file.bound.get(name) for name in shared), []), file) for file in files]
+    if unused := [file.name for own, file in found if not own]:
         raise InvalidInputError(f"{some_of(unused)}: files that belong to no states: {len(unused):,}", field=place.name)
-
-
-def _file_names(place: Place) -> list[str]:
-    files = place.address.files
-    return [*(n for n in files.names if n not in AXIS_NAMES), *(f"*{p}" for p in wild_prefixes(files.text))]
+    text = place.address.files.text
+    runs_on = any("N*" in names for other, names in plan.keys.items() if other.address.files.text == text)
+    if len(owners) < len(groups) or runs_on:
+        return False
+    for (group,), file in found:
+        _add(group, text, file)
+    return True
 
 
 def _add(group: FileGroup, text: str, file: FoundFile) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
@@ -246,8 +247,9 @@ class Execution:
         trace.columns.texts.check(bound, record)
         in_order = [column for place, column in (self._tables or {}).items() if "N" in place.trace_names]
         rows = {column.num_rows({}) for column in in_order if column.names in (("N",), ("N*",))}
-        row = bound.get("N*" if self.plan.is_global else "N") if len(rows) == 1 and "K" not in bound else None
-        self._row_texts.check({**bound, "N": row}, record)
+        number = bound.get("N*" if self.plan.is_global else "N")
+        row = number if len(rows) == 1 and "K" not in bound else None
+        self._row_texts.check({**bound, "N": row if rows else number}, record)
         if row is not None:
             self._row_texts.check_ids(row, rows.pop() or 0, record.question_id)
 
@@ -336,18 +338,32 @@ class Execution:
         chunks = sorted(self.groups, key=lambda g: g.files[text][0].bound["chunk"])
         numbers = [group.files[text][0].bound["chunk"] for group in chunks]
         ends = [group.files[text][0].bound.get("chunk.end") for group in chunks]
-        offsets, total = {}, 0
-        is_numbered = numbers == list(range(len(numbers))) and set(ends) == {None}
-        for k, group in enumerate(chunks):
-            if not is_numbered and numbers[k] != total:
-                also = ""
-                if ends[k] is None:
-                    also = f"{k}: chunks are numbered from 0 without gaps, or by their first row, here "
-                raise InvalidInputError(f"found chunk {numbers[k]}, expected {also}{total:,}", source=group.name)
-            offsets[group.name] = total
-            total += self._num_rows(group.files[text][0], place)
-        check_totals(self._tables or {}, total)
-        return offsets
+        *starts, total = itertools.accumulate((self._num_rows(g.files[text][0], place) for g in chunks), initial=0)
+        # The first chunk whose number is not that of its first row, and the first one that is not counted from 0.
+        is_counted = set(ends) == {None}
+        by_row = next((k for k, n in enumerate(numbers) if n != starts[k]), -1)
+        by_count = next((k for k, n in enumerate(numbers) if n != k), -1) if is_counted else by_row
+        if min(by_row, by_count) >= 0:
+            k = max(by_row, by_count)
+            also = f"{k}: chunks are numbered from 0 without gaps, or by their first row, here " * is_counted
+            found = f"found chunk {numbers[k]}, expected {also}{starts[k]:,}"
+            raise InvalidInputError(found, source=chunks[k].name)
+        self._check_chunks(chunks, total)
+        return dict(zip((group.name for group in chunks), starts, strict=True))
+
+    def _check_chunks(self, chunks: list[FileGroup], total: int) -> None:
+        """Rule 13: rows that run on over the chunks are those of one file, and as many."""
+        bound = [group.files[self.plan.states[0].address.files.text][0].bound for group in chunks]
+        tables = self._tables or {}
+        for place in tables:
+            shared = self.plan.shared_names(place)
+            if "N*" in self.plan.keys[place] and len({tuple(found[name] for name in shared) for found in bound}) > 1:
+                raise InvalidInputError(
+                    f"{place.address}: rows in order run on over all chunks, found several files of them; convert one "
+                    "after the other, or join by a column of ids",
+                    field=place.name,
+                )
+        check_totals(tables, total, bound[0])
 
     def _num_rows(self, file: FoundFile, place: Place) -> int:
         with error_location(file.name), open_tree(file.path, scratch=Scratch()) as root:
@@ -364,8 +380,7 @@ class Execution:
 
     def finish(self) -> None:
         """Take the tables into the account, when all sources are read, and close them."""
-        sources = {text: self._claimed[text][0].name for text in self.tables if self._claimed[text]}
-        self.account.add_tables(self._tables or {}, sources)
+        self.account.add_tables(self._tables or {}, self._claimed)
         self._tables = None
         self.release()
         self._row_texts.close()

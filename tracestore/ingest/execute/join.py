@@ -163,7 +163,7 @@ class Column:
 
     def partial_answers(self, unused: list[tuple[Any, ...]]) -> str | None:
         """Return what is wrong with a list of answers of which only some belong to traces: its numbers may be others."""
-        if (answer := self._answer) is None:
+        if (answer := self._answer) is None or not unused:
             return None
         at = self.names.index(answer)
         used = {key[:at] + key[at + 1 :] for key in self.used}
@@ -184,10 +184,10 @@ class Column:
     @property
     def joined_by(self) -> str:
         """The way its rows are joined: "in order", "by position", or "by" names."""
-        names = ", ".join(name for name in self.names if not name.startswith("*")) or "source"
+        names = ", ".join(name.rstrip("*") for name in self.names if not name.startswith("*")) or "source"
         if self.place.numbered - {"sample"}:
             return "by position"
-        return "in order" if names in ("N", "N*") else f"by {names}"
+        return "in order" if names == "N" else f"by {names}"
 
     def scalar(self, environment: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
         """Return the text, number or None of a trace; MISSING without a row.

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tracestore.errors import InvalidInputError, escape_unprintable, some_of
+from tracestore.errors import InvalidInputError, error_location, escape_unprintable, some_of
+from tracestore.ingest.execute.claims import FoundFile
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.layout.fields import KEEP, KEY
@@ -16,9 +17,11 @@ from tracestore.ingest.layout.places import RECORDS, Place, Plan, given_name
 from tracestore.words import plural
 
 _MAX_VALUES = 64  # that differ, of which the message about an unknown one chooses
+_NUM_SHOWN = 40  # characters of a key
 _IN_ORDER = ("in order", "by position")
 # Fields of which a row may serve several traces (rule 12a).
 SHARED = frozenset(("question", "question_id", "group", RECORDS))
+MissingRow = tuple[tuple[Any, ...], tuple[str, str]]  # of a trace, see `TraceColumns`
 Numbers = set[tuple[str, int]]  # of keys, with the rest of them
 
 
@@ -29,11 +32,11 @@ def end_text(row: tuple[Any, ...]) -> str:
     return escape_unprintable(owner if value is None else f"{value} of {owner}", 60)
 
 
-def check_totals(tables: Mapping[Place, Column], total: int) -> None:
-    """Rule 13: tables that run on over all chunks have as many rows as the chunks traces."""
+def check_totals(tables: Mapping[Place, Column], total: int, stack: Mapping[str, Any]) -> None:
+    """Rule 13: tables that run on over all chunks have as many rows as the chunks traces; `stack` is what all bind."""
     for place, column in tables.items():
-        if {"N", "N*"} & {*column.names} and place.rule.kind != "known":
-            rows = column.num_rows({})
+        if "N*" in column.names and place.rule.kind != "known":
+            rows = column.num_rows(stack)
             if rows is not None and rows != total:
                 raise InvalidInputError(f"{place.address}: {rows:,} rows belong to {total:,} traces", field=place.name)
 
@@ -63,8 +66,9 @@ def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: lis
     loose = {_in_short(key): key for key in missing if str(key).isdecimal()} | {loose_key(key): key for key in missing}
     for key in unused:
         if (other := loose.get(loose_key(key))) is not None:
+            shown, expected = _different(str(key), str(other))
             raise InvalidInputError(
-                f"the row {_short(key)} and the trace {_short(other)} differ in spelling only; correct one of them"
+                f"the row {shown} and the trace {expected} differ in spelling only; correct one of them"
                 + "; {NAME:d} instead of {NAME} is a number without zeros in front" * str(other).isdecimal(),
                 field=name,
             )
@@ -108,18 +112,29 @@ def _firsts(numbers: Numbers) -> Numbers:
     return {(text, number) for text, number in numbers if (text, number - 1) not in numbers}
 
 
+def _different(*texts: str) -> Iterator[str]:
+    """Yield two texts in quotes from shortly before their difference on, which may be blanks or forms of a character."""
+    same = next((k for k, pair in enumerate(zip(*texts, strict=False)) if len({*pair}) > 1), 0)
+    begin = max(0, same - _NUM_SHOWN // 2)
+    quoted = ascii if len({unicodedata.normalize("NFKC", text) for text in texts}) == 1 else repr
+    for text in texts:
+        yield "..." * (begin > 0) + quoted(text[begin : begin + _NUM_SHOWN])
+
+
 def _short(key: Any) -> str:
-    return repr(escape_unprintable(str(key), 40))
+    return repr(escape_unprintable(str(key), _NUM_SHOWN))
 
 
 @dataclass
 class TableAccount:
-    """Tell how the rows of a table were joined to the traces of a run.
+    """Tell how the rows of a file of a table were joined to the traces of a run.
 
     Attributes
     ----------
-    field, source : str
-        The field that the table gives, and the name of the file.
+    field, address : str
+        The field that the table gives, and its place.
+    source : str
+        The name of the file; empty for traces to which no file belongs.
     joined_by : str
         See `Column.joined_by`.
     rows, unused : list of str
@@ -139,6 +154,7 @@ class TableAccount:
     """
 
     field: str
+    address: str
     source: str
     joined_by: str
     rows: list[str]
@@ -150,13 +166,19 @@ class TableAccount:
     not_kept: dict[str, str]
     is_of_all: bool
 
-    def close(self, has_id: Callable[[str], bool], *, is_whole: bool) -> str:
-        """Return how the rows were joined; InvalidInputError if they do not fit."""
+    def close(self, has_id: Callable[[str], bool], *, is_whole: bool) -> tuple[int, int, int, int]:
+        """Return how many rows serve traces, those that are left out, and none, and how many traces have no row.
+
+        Raises
+        ------
+        InvalidInputError
+            If the rows do not fit.
+        """
         unused, missing = self.unused, self.missing
         if self.joined_by == "by id":
             unused = [key for key in unused if not has_id(key)]
         num_rows, num_used = len(self.rows), len(self.rows) - len(self.unused) - self.num_left_out
-        if self.joined_by in _IN_ORDER and (unused or missing) and is_whole:
+        if self.source and self.joined_by in _IN_ORDER and (unused or missing) and is_whole:
             found = f"{num_rows:,} rows in order belong to {num_used + len(missing):,} traces"
             found += "; a column of numbers joins some of the rows" if self.joined_by == "by position" else ""
             raise InvalidInputError(found, field=self.field)
@@ -172,10 +194,22 @@ class TableAccount:
             )
         if self.partial is not None:
             raise InvalidInputError(self.partial, field=self.field)
-        rest = f", {self.num_left_out:,} of traces that are left out" if self.num_left_out else ""
-        rest += f", {len(unused):,} without a trace" if unused else ""
-        rest += f", {plural(len(missing), 'trace')} without a row" if missing else ""
-        return f"{self.field}: {plural(num_used, 'row')} of {self.source} joined {self.joined_by}{rest}{self.ends}"
+        return num_used, self.num_left_out, len(unused), len(missing)
+
+
+def close_table(files: list[TableAccount], has_id: Callable[[str], bool], *, is_whole: bool) -> str:
+    """Return how the rows of the files of a table were joined; see `TableAccount.close`."""
+    counts = []
+    for file in files:
+        with error_location(file.source):
+            counts.append(file.close(has_id, is_whole=is_whole))
+    num_used, num_left_out, num_unused, num_missing = map(sum, zip(*counts, strict=True))
+    rest = f", {num_left_out:,} of traces that are left out" if num_left_out else ""
+    rest += f", {num_unused:,} without a trace" if num_unused else ""
+    rest += f", {plural(num_missing, 'trace')} without a row" if num_missing else ""
+    table = files[0]
+    source = table.source if len(files) == 1 else table.address
+    return f"{table.field}: {plural(num_used, 'row')} of {source} joined {table.joined_by}{rest}{table.ends}"
 
 
 def _may_serve_several(column: Column, plan: Plan) -> bool:
@@ -191,29 +225,41 @@ def _may_serve_several(column: Column, plan: Plan) -> bool:
     return not own <= joined | shared | ({"K"} if "sample" in shared else set())
 
 
-def table_account(
-    column: Column, source: str, missing: Iterable[tuple[str, str]], kept: "KeptValues", plan: Plan
-) -> TableAccount:
-    """Return the account of a table in a file; `missing` are the keys of the traces without a row."""
+def table_accounts(
+    column: Column, files: Iterable[FoundFile], missing: Iterable[MissingRow], kept: "KeptValues", plan: Plan
+) -> Iterator[TableAccount]:
+    """Yield the account of each file of a table; files that no name of the states tells apart have one."""
     is_cut = any(
         len(axis) > 1 and "N" in axis for axis in column.place.axes
     )  # by lengths: its rows are those of tokens
-    rows = list(dict.fromkeys(column.used if is_cut else column.rows()))
-    unused = [key for key in rows if key not in column.used]
-    partial, joined_by = column.partial_answers(unused), column.joined_by
-    return TableAccount(
-        field=column.place.name,
-        source=source,
-        joined_by=joined_by,
-        rows=[column.text_of(dict(zip(column.names, key, strict=True))) for key in rows],
-        unused=[column.text_of(dict(zip(column.names, key, strict=True))) for key in unused],
-        missing=sorted({texts[column.has_made_ids is not False] for texts in missing}),
-        partial=partial,
-        ends=f": the first {end_text(column.ends[0])}, the last {end_text(column.ends[1])}" if column.ends else "",
-        num_left_out=sum(column.used.get(key) == 0 for key in rows),
-        not_kept=kept.left_out(column),
-        is_of_all=joined_by in _IN_ORDER or partial is not None or _may_serve_several(column, plan),
-    )
+    shared, made = plan.shared_names(column.place), column.has_made_ids is not False
+    sources: dict[tuple[Any, ...], str] = {}
+    rows: dict[tuple[Any, ...], list[tuple[Any, ...]]] = defaultdict(list)
+    lacking: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+    for file in files:
+        sources.setdefault(tuple(file.bound.get(name) for name in shared), file.name)
+    for key in dict.fromkeys(column.used if is_cut else column.rows()):
+        rows[tuple(dict(zip(column.names, key, strict=True))[name] for name in shared)].append(key)
+    for part, texts in missing:
+        lacking[part].add(texts[made])
+    not_kept, may_serve_several = kept.left_out(column), _may_serve_several(column, plan)
+    for part in {**sources, **lacking}:
+        unused = [key for key in rows[part] if key not in column.used]
+        partial, joined_by = column.partial_answers(unused), column.joined_by
+        yield TableAccount(
+            field=column.place.name,
+            address=str(column.place.address),
+            source=sources.get(part, ""),
+            joined_by=joined_by,
+            rows=[column.text_of(dict(zip(column.names, key, strict=True))) for key in rows[part]],
+            unused=[column.text_of(dict(zip(column.names, key, strict=True))) for key in unused],
+            missing=sorted(lacking[part]),
+            partial=partial,
+            ends=f": the first {end_text(column.ends[0])}, the last {end_text(column.ends[1])}" if column.ends else "",
+            num_left_out=sum(column.used.get(key) == 0 for key in rows[part]),
+            not_kept=not_kept,
+            is_of_all=joined_by in _IN_ORDER or partial is not None or may_serve_several,
+        )
 
 
 class KeptValues:

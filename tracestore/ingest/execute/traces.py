@@ -11,7 +11,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.axes import MISSING, extent, numbers_of, read
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.row_ranges import RANGES, ranges_of, rows_along_n
-from tracestore.ingest.execute.table_accounts import SHARED
+from tracestore.ingest.execute.table_accounts import SHARED, MissingRow
 from tracestore.ingest.execute.values import is_missing, named, number_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.places import Place, Plan
@@ -24,14 +24,14 @@ FLAT_ANSWERS = ("NK", "KN")  # axes along which the answers to all questions lie
 class TraceColumns:
     """The columns that one trace may use: of its unit, of its source and of the tables of the run.
 
-    `missing` holds, by the place of a table, the keys of the traces for which it has no row: by names, and by made ids.
+    `missing` holds, by the place of a table, the traces without a row: their part of its files, and keys by names and made ids.
     """
 
     plan: Plan
     unit: dict[Place, Column] = field(default_factory=dict)
     source: dict[Place, Column] = field(default_factory=dict)
     tables: Mapping[Place, Column] = field(default_factory=dict)
-    missing: dict[Place, set[tuple[str, str]]] = field(default_factory=dict)
+    missing: dict[Place, set[MissingRow]] = field(default_factory=dict)
     num_answers: dict[str, int] = field(default_factory=dict)  # the last number of an answer by question
 
     def __post_init__(self) -> None:
@@ -112,8 +112,9 @@ class TraceCells:
         """Count a trace for which a table has no row."""
         if not is_there and place in self.columns.tables:
             made = {"id": self.made_id} if self.made_id else {}
+            file = tuple(self.environment.get(name) for name in self.plan.shared_names(place))
             texts = column.text_of(self.environment), column.text_of(self.environment | made)
-            self.columns.missing.setdefault(place, set()).add(texts)
+            self.columns.missing.setdefault(place, set()).add((file, texts))
 
     def scalar(self, place: Place, column: Column) -> Any:
         """Return the text or number of a column for the trace, None without one."""

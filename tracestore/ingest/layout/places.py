@@ -67,6 +67,12 @@ class Place:
         is_cut = bool(names & set(AXIS_NAMES)) and bool(names - set(AXIS_NAMES))
         return frozenset(f"*{prefix}" for prefix in wild_prefixes(self.address.files.text) if is_cut)
 
+    @cached_property
+    def file_names(self) -> list[str]:
+        """The names and wildcards of its files that tell traces apart."""
+        files = self.address.files
+        return [*(n for n in files.names if n not in AXIS_NAMES), *(f"*{p}" for p in wild_prefixes(files.text))]
+
     def steps(self) -> Iterable[tuple[str, object]]:
         """Yield each step of the path with the text before it."""
         prefix = f"{self.address.files.text} : "
@@ -159,6 +165,15 @@ class Plan:
     def ignored_files(self) -> set[str]:
         """The FILES that no line has."""
         return self.files.keys() - {place.address.files.text for place in self.places}
+
+    @cached_property
+    def source_names(self) -> list[str]:
+        """The names in the files of the states that tell sources apart."""
+        return [name for name in self.states[0].file_names if name not in self.states[0].crossed]
+
+    def shared_names(self, place: Place) -> list[str]:
+        """Return the names that say to which sources a file of a place belongs."""
+        return [name for name in self.source_names if name in place.file_names]
 
     @property
     def left_out(self) -> list[Address]:
