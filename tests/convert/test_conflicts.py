@@ -499,3 +499,29 @@ def test_groups_of_the_command_score_stay_when_a_file_grows(tmp_path, data):
     convert(data, tmp_path / "s.zarr")
 
     assert [trace.group for trace in tracestore.open(tmp_path / "s.zarr")] == ["g", ""]
+
+
+@pytest.mark.parametrize("form", VALUES)
+def test_groups_of_traces_and_a_scores_file(tmp_path, data, form):
+    """It replaces groups inside of built-in layouts alone, and removes none silently."""
+    write_values(data, form, 0)
+    words = [*(OF_STATES if form != "built-in layout" else []), *VALUES[form], "--scores", tmp_path / "scores.csv"]
+
+    def group(*cells, conflict="error", check=0, overwrite=True):
+        (tmp_path / "scores.csv").write_text(
+            "question_id,score" + ",group" * len(cells) + "\nq0,0.5" + ",".join(["", *cells])
+        )
+        more = ["--overwrite"] * overwrite
+        done = convert(data, tmp_path / "s.zarr", *words, "--on-conflict", conflict, *more, check=check)
+        return done.stderr if check else found_values(tmp_path / "s.zarr")["q0", 0][-1]
+
+    assert group() == group("g") == "g"
+    assert "found the group 'g', and '' in scores.csv; --on-conflict keep-last" in group("", check=3)
+    assert group("", conflict="keep-first") == "g" and group("", conflict="keep-last") == ""
+    if form == "built-in layout":
+        assert group("x") == "x"
+        return
+    assert "found the group 'g', and 'x' in scores.csv; --group-column" in group("x", check=3)
+    group()
+    write_values(data, form, 1)
+    assert group(overwrite=False) == "h"

@@ -78,6 +78,7 @@ class DescribedRun:
         self._counts_new = is_builtin and not own
         self._stated: frozenset[str] = frozenset()  # what each trace of the open source has, or else it has none
         self._without_group: set[tuple[str, int]] = set()
+        self.has_group_column = False  # of the scores file
         self._executions = [part.execution for part in parts if part.execution is not None]
         # Scores of tables, which are stored when the accounts close.
         self._deferred_scores = {name for execution in self._executions for name in execution.scores_of_tables()}
@@ -344,7 +345,7 @@ class DescribedRun:
         """Return the scores, the label and the group that fill() gives a committed trace."""
         found, no_group = self._deferred.get(key, {}), "" if key in self._without_group else None
         scores = {name: value for name, value in found.items() if name != _LABEL}
-        return scores, found.get(_LABEL), None if self.score_files.scores else self._groups.get(key, no_group)
+        return scores, found.get(_LABEL), None if self.has_group_column else self._groups.get(key, no_group)
 
     def changes(self, key: tuple[str, int], index: int, columns: Columns) -> tuple[bool, bool]:
         """Return whether fill() changes a stored score, label or group of a trace that was added, and whether it removes one."""

@@ -21,6 +21,7 @@ from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.vocabulary import JUDGMENTS
 from tracestore.store.write.field_values import check_agreement
 from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock, WrittenSegment
 from tracestore.words import plural
@@ -80,6 +81,7 @@ class Scoring:
         self._without_row: dict[tuple[str, int], None] = {}  # keys of traces that the file lacks
         self._matched: set[tuple[str, int]] = set()  # keys of rows that traces have
         self._unscored: Counter[str] = Counter()  # by the key of values that may be labels, in traces without a score
+        described.has_group_column = self.file is not None and self.file.has_groups
         if self.file is None:
             _check_flags(options)
         elif (given := described.judgments) and (self.file.label_column is not None or self.file.name in given):
@@ -112,11 +114,12 @@ class Scoring:
         if self.file is None:
             return found, record.group
         self.set_label(packed)
-        row = self.file.row_of(record.question_id, record.sample)
+        row, group = self.file.row_of(record.question_id, record.sample), record.group
         if row is None:
             self._without_row[record.question_id, record.sample] = None
             row = ScoreRow()
         else:
+            group = self._group(record, row)
             self._matched.add(self.file.key_of(record.question_id, record.sample))
             self.file.check_question(record.question_id, record.sample, _question(packed))
             if self.file.name in JUDGMENTS and not self._described.is_builtin:
@@ -126,7 +129,25 @@ class Scoring:
             record.label = None  # fill() replaces the stored one
         if math.isnan(row.score):
             self._count_unscored(packed)
-        return {**found, self.file.name: row.score}, row.group
+        return {**found, self.file.name: row.score}, group
+
+    def _group(self, record: TraceRecord, row: ScoreRow) -> str:
+        """Return the group of a trace with a row of the file, whose groups replace those inside of built-in layouts."""
+        assert self.file is not None
+        is_other = self.file.has_groups and record.group not in ("", row.group)
+        if not is_other:
+            return row.group or record.group
+        if row.group and self._described.is_builtin:
+            return row.group
+        if row.group or self._on_conflict == "error":
+            way = "--group-column names another column, or leave out one of them"
+            way = way if row.group else "--on-conflict keep-last removes the group, keep-first keeps it"
+            raise InvalidInputError(
+                f"found the group {record.group!r:.42}, and {row.group!r:.42} in {self.file.path.name}; {way}",
+                position=record.position,
+                field="group",
+            )
+        return record.group if self._on_conflict == "keep-first" else ""
 
     def fits(self, block: TraceBlock) -> bool:
         """Return whether add_block() can do values() for each trace of a block: not where a scores file has a row for each."""
