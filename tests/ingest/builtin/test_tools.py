@@ -147,6 +147,7 @@ def test_batches_of_lapeigvals(tmp_path):
 LAPEIGVALS = {
     "a batch of two": {"generated_tokens": torch.zeros(2, 8, dtype=torch.long)},
     "no mask": {"special_token_mask": None},
+    "a padded prompt": {"attention_mask": torch.tensor([[0, 1, 1, 1]])},
     "another array": {"logits": torch.ones(1, 8, 30)},
     "integers": {"hidden_states": [torch.ones(1, 7, 16, dtype=torch.long)] * 3},
     "ids of the answer alone": {"generated_tokens": torch.arange(4)[None]},
@@ -156,6 +157,14 @@ LAPEIGVALS = {
 @pytest.mark.parametrize("trap", LAPEIGVALS)
 def test_traps_of_lapeigvals(tmp_path, trap):
     assert owners(tmp_path, {"activations/batch_0.pt": batch(**LAPEIGVALS[trap])}) == {None}
+
+
+def test_a_padded_prompt_in_a_later_batch_of_lapeigvals(tmp_path):
+    padded = batch(attention_mask=torch.tensor([[0, 1, 1, 1]]))
+    owners(tmp_path, {"activations/batch_0.pt": batch(), "activations/batch_1.pt": padded})
+
+    with pytest.raises(InvalidInputError):
+        converted(tmp_path, attention="none")
 
 
 def generations(shape=(1, 8), **changes):

@@ -23,7 +23,7 @@ _PARTS = frozenset(
     ["step", "layer", "token", "position", "pos", "head", "part", "rank", "idx", "index", "turn", "chunk"]
 )
 _KINDS = {"number": ("int", "float", "bool"), "id": ("text", "int"), "flag": ("int", "bool")}
-_PLAIN = frozenset(("text", "int", "float", "bool", "group", "array", "none", "any", "zero"))
+_PLAIN = frozenset(("text", "int", "float", "bool", "group", "array", "none", "any", "zero", "ones"))
 _COMPARISONS = {"!=": operator.ne, "<": operator.lt}
 _CONDITION = re.compile(r"(\w) (!=|<) (\w)(?: unless (\S+))?|needs (.+)")
 _DTYPE = re.compile(r"(bfloat|float|uint|int|bool)\d*")
@@ -74,6 +74,11 @@ def facts_of(value: Value) -> tuple[str, tuple[int, ...]]:
         return kind, (*shape, *value.shape)
     names = {str: "text", bool: "bool", int: "int", float: "float"}
     return "group" if isinstance(value, Group) else names.get(type(value), "none"), tuple(shape)
+
+
+def _is_ones(value: Value) -> bool:
+    """Return whether a value is a mask that leaves nothing out."""
+    return isinstance(value, Array) and facts_of(value)[0] in ("int", "bool") and bool((value.read() == 1).all())
 
 
 @dataclass(frozen=True)
@@ -268,7 +273,8 @@ class Signature:
         for form in forms:
             if "any" in form.kinds or ("zero" in form.kinds and value == 0):
                 return None
-            if kind not in form.kinds or len(shape) != len(form.axes):
+            is_kind = kind in form.kinds or ("ones" in form.kinds and _is_ones(value))
+            if not is_kind or len(shape) != len(form.axes):
                 continue
             bound = dict(sizes)
             if all(
