@@ -262,7 +262,13 @@ def numbered(count):
     return [trace | fields for trace, fields in zip(make_traces(count), own, strict=True)]
 
 
-@pytest.mark.parametrize("names", [("id", "example_id"), ("index", "tqa_index"), ("row_id", "prompt_idx")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("id", "example_id"), ("index", "tqa_index"), ("row_id", "prompt_idx"), ("qid", "id"), ("question_id", "qid"),
+        ("question_id", "idx"),
+    ],
+)  # fmt: skip
 def test_two_columns_of_ids_that_contradict_each_other(tmp_path, names):
     """[the number of a row of a shuffled table]"""
     source, rows = write_pickle(tmp_path / "a.pkl", numbered(4)), [(0, 2), (1, 0), (2, 3), (3, 1)]
@@ -282,6 +288,16 @@ def test_a_column_next_to_the_ids_that_does_not_contradict_them(tmp_path, other,
     source = write_pickle(tmp_path / "a.pkl", numbered(4))
     scores = write_csv(tmp_path / "scores.csv", ["id", other, "score"], [[k, ids[k], k / 10] for k in range(4)])
     convert(source, tmp_path / "s.zarr", "--scores", scores)
+
+
+@pytest.mark.parametrize("other", ["id", "idx", "row_index"])
+def test_a_column_that_numbers_the_answers_of_all_questions(tmp_path, other):
+    source = write_pickle(tmp_path / "a.pkl", numbered(2))
+    rows = [[k // 2, k, k // 2 / 10] for k in range(4)]
+    convert(
+        source, tmp_path / "s.zarr", "--scores", write_csv(tmp_path / "x.csv", ["question_id", other, "score"], rows)
+    )
+    assert [trace.score for trace in tracestore.open(tmp_path / "s.zarr")] == [0, 0.1]
 
 
 @pytest.mark.parametrize("column", ["prompt", "query", "Instruction"])

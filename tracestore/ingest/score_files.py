@@ -79,11 +79,10 @@ def id_column_of(header: Sequence[str]) -> str | None:
 
 
 def other_id_columns(header: Sequence[str], id_column: str) -> list[str]:
-    """Return the columns that may be those of the ids as well as one whose name is not that of ids of questions."""
-    if normalized(id_column) in _QUESTION_IDS:
-        return []
+    """Return the columns that may be those of the ids as well as a column; the ends of names tell less than question_id."""
     names = {name: normalized(name) for name in header if name != id_column}
-    return [name for name, text in names.items() if text in _ID_COLUMNS or text.endswith(_OF_IDS)]
+    ends = () if normalized(id_column) in _QUESTION_IDS else _OF_IDS
+    return [name for name, text in names.items() if text in _ID_COLUMNS or text.endswith(ends)]
 
 
 def sample_column_of(header: Sequence[str], id_column: str | None) -> str | None:

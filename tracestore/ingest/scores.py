@@ -276,8 +276,9 @@ def read_scores(
                     _check_late_columns(scores, row.keys() - header)
                     key, values = _row(scores, row)
                     scores.add(key, values)
-                    for name, ids in others.items():
-                        ids[key[0]] = str(row.get(name))
+                    for name, ids in list(others.items()):
+                        if ids.setdefault(key[0], str(row.get(name))) != str(row.get(name)):
+                            del others[name]  # it tells the answers to a question apart
                     text = row.get(scores.question_column) if scores.question_column is not None else None
                     if isinstance(text, str) and not _NO_QUESTION.fullmatch(text.strip()):
                         scores.questions.setdefault(key, []).append(text)
