@@ -63,7 +63,8 @@ def test_skip_bad_reports_a_scores_file_without_an_id_of_the_traces(tmp_path):
         (["q1", "q2", "q3", "q4"], "numbered from 0 and from 1"),
         (["q00", "q1", "q2", "q3"], "differ in spelling only"),
         (["Q0", "q1", "q2", "q3"], "differ in spelling only"),
-        ([" q0", "q1", "q2", "q3"], "differ in spelling only"),
+        ([" q0 ", "q1", "q2", "q3"], "the row ' q0 ' and the trace 'q0' differ in spelling only"),
+        (["q\uff10", "q1", "q2", "q3"], "the row 'q\\uff10' and the trace 'q0' differ in spelling only"),
     ],
 )
 def test_rule_12b_scores_that_would_match_in_another_spelling_or_shifted_by_one_are_refused(tmp_path, ids, text):

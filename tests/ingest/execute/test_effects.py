@@ -334,6 +334,21 @@ def test_rule_13_chunks_that_do_not_adjoin(tmp_path, sizes, firsts, count):
     refuse(tmp_path, chunked(tmp_path, sizes, firsts, count), "found chunk|rows belong to")
 
 
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ((0, 1, 3), "b3.npy: found chunk 3, expected 2: .*, here 4"),
+        ((0, 2, 3), "b3.npy: found chunk 3, expected 2: .*, here 4"),
+        ((0, 2, 5), "b5.npy: found chunk 5, expected 2: .*, here 4"),
+        ((1, 2, 3), "b1.npy: found chunk 1, expected 0: .*, here 0"),
+    ],
+)
+def test_rule_13_the_first_chunk_that_no_numbering_explains(tmp_path, numbers, words):
+    for number in numbers:
+        save(tmp_path / f"in/b{number}.npy", states(2, 3, 8, seed=number))
+    refuse(tmp_path, {"last_token": "b{chunk}.npy -> N L D"}, words)
+
+
 # Words
 
 

@@ -182,6 +182,23 @@ def test_a_first_row_that_may_be_a_comment_is_refused(tmp_path, text):
             list(root)
 
 
+@pytest.mark.parametrize("value", ["0.022", "-1.5", ".5", "1e-3", "2.E+05", " 3.0"])
+@pytest.mark.parametrize("other", ["bio/franklin", "q1", "7"])
+def test_a_first_row_of_values_is_no_header(tmp_path, value, other):
+    for suffix, separator in ((".csv", ","), (".tsv", "\t")):
+        path = tmp_path / f"a{suffix}"
+        path.write_text(f"{other}{separator}{value}{separator}x\nq2{separator}0.5{separator}y\n")
+        with pytest.raises(InvalidInputError, match=r"the first row names the columns"), open_tree(path) as root:
+            list(root)
+
+
+@pytest.mark.parametrize("name", ["2024", "-1", "nan", "inf", "v1.5", "1.5.2", "e5", "1e", "p@0.5"])
+def test_names_of_columns_that_are_no_decimal_numbers(tmp_path, name):
+    (tmp_path / "a.csv").write_text(f"id,{name}\nq1,0.5\n")
+    with open_tree(tmp_path / "a.csv") as root:
+        assert [plain(row) for row in root] == [{"id": "q1", name: "0.5"}]
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "is_refused"),
     [

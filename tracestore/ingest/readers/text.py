@@ -190,6 +190,8 @@ def _is_numbers(cells: list[str]) -> bool:
 def _checked(header: list[str]) -> list[str]:
     if len(set(header)) != len(header):
         raise InvalidInputError("expected a header with different names")
+    if value := next((cell for cell in header if _NUMBER.fullmatch(cell) and not cell.strip(" +-").isalnum()), None):
+        raise InvalidInputError(f"the first row holds the number {value.strip()}; the first row names the columns")
     is_integers = all(cell.strip().isdecimal() for cell in header)
     if is_integers and header not in ([str(k + n) for k in range(len(header))] for n in (0, 1)):
         raise InvalidInputError(
