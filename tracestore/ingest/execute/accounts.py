@@ -294,7 +294,7 @@ class RunAccount:
             self.left_out |= {
                 str(a) for a in self._plan.left_out if a.path and self._trees[a.files.text].at(a.path).is_found
             }
-        for _, tables in groupby(self.tables, lambda table: table.address):
+        for _, tables in groupby(self.tables, lambda table: (table.field, table.address)):
             yield close_table(list(tables), has_id, is_whole=self.is_whole)
         is_numbered = "L.ids" in {*self._plan.layout.addresses, *self._plan.layout.settings}
         for address in self._plan.left_out if self._is_stated and not is_numbered else ():

@@ -173,7 +173,7 @@ class Plan:
 
     def shared_names(self, place: Place) -> list[str]:
         """Return the names that say to which sources a file of a place belongs."""
-        return [name for name in self.source_names if name in place.file_names]
+        return [name for name in self.source_names if name in place.file_names and "." not in name]
 
     @property
     def left_out(self) -> list[Address]:
