@@ -1,6 +1,7 @@
 """Test that layers are stored in the order of their numbers, and that attention has those of the states (rule 1)."""
 
 import itertools
+import re
 
 import h5py
 import numpy as np
@@ -76,6 +77,54 @@ def test_layers_from_the_end_are_sorted_without_the_size_of_the_model(tmp_path):
     layout = {"hidden_states": f"{ITEM}hs", "attentions": f"{ITEM}at{{layer}} -> S S", "L.ids": list(numbers)}
 
     check(convert(tmp_path, layout), numbers, has_attention=True, is_numbered=False)
+
+
+@pytest.mark.parametrize("size", [None, 4, 5, 8])
+@pytest.mark.parametrize("where", ["names", "rows", "stated", "file"])
+@pytest.mark.parametrize("numbers", [(-1, 0, 1, 2, 3), (0, 1, 2, 3, -1), (-1, 0, 1)])
+def test_a_layer_in_front_of_layer_0_is_not_the_last_one(tmp_path, numbers, where, size):
+    """[the embeddings as layer -1] It is stated which of both it is, under names in the order of their numbers."""
+    own = numbers if where in ("stated", "file") else tuple(sorted(numbers))
+    made = {k: layer(k + 1, 5, 16) for k in numbers}
+    if where == "names":
+        rows, line = [{"id": "q0"} | {f"h{k}": array for k, array in made.items()}], f"{ITEM}h{{layer}} -> S D"
+    elif where == "rows":
+        rows = [{"id": "q0", "n": k, "h": array} for k, array in made.items()]
+        line = "a.pkl : [id=id, layer=n]/h -> S D"
+    else:
+        rows, line = [{"id": "q0", "h": np.stack([*made.values()])}], f"{ITEM}h"
+    dump(tmp_path / "in/a.pkl", rows)
+    table(tmp_path / "in/m.json", {"layers": numbers})
+    layout = {"hidden_states": line} | ({"L.size": size} if size else {})
+    known = {"stated": {"L.ids": list(numbers)}, "file": {"L.ids": "m.json : layers"}}.get(where, {})
+    ignored = {"ignore": "m.json"}
+
+    first, last = [k + 1 for k in own], [k % (size or len(own)) for k in own]
+    way = re.escape(f"L.ids = {first} gives their numbers in this order, {last} if it is the last one")
+    words = "expected each once" if size and size < len(own) else way
+    refuse(tmp_path, layout | (known if where == "file" else known | ignored), words)
+    if size in (None, 8):
+        for stated, order in ((first, sorted(own)), (last, [*sorted(own)[1:], -1])):
+            traces = convert(tmp_path, layout | {"L.ids": stated} | ignored, overwrite=True)
+            expected = [made[k] for k in order]
+            np.testing.assert_allclose(traces["q0", 0].hidden_states, expected, atol=1e-2)
+            assert tuple(traces["q0", 0].provenance.layer_ids) == tuple(sorted(stated))
+
+
+@pytest.mark.parametrize("numbers", [(0, 2, -1), (-1, 0), (1, 2, -1), (-2, -1, 0)])
+def test_numbers_from_the_end_with_the_size_of_the_model(tmp_path, numbers):
+    dump(tmp_path / "in/a.pkl", [{"id": "q0"} | {f"h{k}": layer(k, 5, 16) for k in numbers}])
+    traces = convert(tmp_path, {"hidden_states": f"{ITEM}h{{layer}} -> S D", "L.size": SIZE})
+    np.testing.assert_allclose(
+        traces["q0", 0].hidden_states, [layer(k, 5, 16) for k in sorted(k % SIZE for k in numbers)], atol=1e-2
+    )
+
+
+@pytest.mark.parametrize("stated", [[0, 7], [1, 2], [0, 1, 2]])
+def test_other_numbers_than_those_of_two_layers_in_names(tmp_path, stated):
+    """Not the first and the last layer: names are in the order of their numbers, the layer -1 in front."""
+    dump(tmp_path / "in/a.pkl", [{"id": "q0"} | {f"h{k}": layer(k, 5, 16) for k in (0, -1)}])
+    refuse(tmp_path, {"hidden_states": f"{ITEM}h{{layer}} -> S D", "L.ids": stated}, "found the layers")
 
 
 @pytest.mark.parametrize("ids", [[-2, -2], [8, 8], [0, 0], [0, -1], [1, 2, 1]])

@@ -333,7 +333,7 @@ class LayerOrder:
         if given is None:
             return layers, None
         numbers = self._from_the_first(given)
-        if own is not None and stated is not None:
+        if own is not None and stated is not None and numbers not in _ways(own, self._size):
             of_names = self._from_the_first(own)
             if sorted(of_names) == sorted(numbers):
                 numbers = of_names  # by which the layers are sorted
@@ -355,6 +355,9 @@ class LayerOrder:
         size, what = self._size, self._what
         if {type(number) for number in numbers} != {int}:  # of a file
             raise InvalidInputError(f"found {list(numbers)!s:.60}, expected integers", field=what)
+        if (len(numbers) > 2 or size == 2) and (ways := _ways(numbers, size)):
+            text = f"found the layers {list(numbers)}; if -1 is in front of 0, as the embeddings are, L.ids = {ways[0]} gives"
+            raise InvalidInputError(f"{text} their numbers in this order, {ways[1]} if it is the last one", field=what)
         if size is None and min(numbers) < 0 <= max(numbers):
             raise InvalidInputError(
                 f"found the layers {list(numbers)}; L.size gives the number of the model's layers", field=what
@@ -382,6 +385,14 @@ class LayerOrder:
         is_shifted = ids[0] == 0 and (other == ids[1:] or (_is_counted(ids) and other == ids[:-1]))
         if other != ids and not is_shifted:
             raise InvalidInputError(f"found the layers {list(other)}, expected {list(ids)}", field=fields[1])
+
+
+def _ways(numbers: Sequence[int], size: int | None) -> list[list[int]]:
+    """Return the numbers of layers if -1 next to all of 0, 1, ... is in front of them, and if it is the last one."""
+    count = len(numbers)
+    if not 2 <= count <= (size or count) or sorted(numbers) != list(range(-1, count - 1)):
+        return []
+    return [[k + 1 for k in numbers], [k % (size or count) for k in numbers]]
 
 
 def _is_counted(numbers: Sequence[int]) -> bool:
