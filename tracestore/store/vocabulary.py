@@ -308,7 +308,7 @@ S.lengths: length, lengths, seq lens, seq len, seq lengths, seqlens, num tokens,
   token count, token counts, total tokens, valid tokens, num valid tokens, sequence length, sequence lengths, sequence len,
   seq length, valid length
 S.offsets: offsets, cu seqlens, cu lens, offset, indptr, ptr, row splits
-S.starts: start, starts, begin, row start
+S.starts: start, starts, begin, row start, offset, offsets, ptr
 S.ends: end, ends, stop, row end
 L.ids: layers, layer ids, layer indices, layer numbers, target layer ids, layer idx
 layer: layer idx, layer id, layer index, layer number, layer num

@@ -12,6 +12,7 @@ from tracestore.ingest.execute.claims import Claimed
 from tracestore.ingest.execute.equal_lengths import EqualLengths
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.row_numbers import RowNumbers, key_words
+from tracestore.ingest.execute.row_ranges import RowStarts
 from tracestore.ingest.execute.shown_traces import ShownTraces
 from tracestore.ingest.execute.table_accounts import (
     KeptValues,
@@ -157,7 +158,7 @@ class RunAccount:
         self._in_order: dict[tuple[str, str], tuple[int, tuple[int, str], tuple[int, str]]] = {}
         self.is_whole = True
         self._needs_tokens = is_stated and plan.layout.addresses.keys() & _OF_TOKENS == {"prompt_length"}
-        self.numbers = RowNumbers(is_stated=is_stated)
+        self.numbers, self.starts = RowNumbers(is_stated=is_stated), RowStarts(plan)
         self._first_numbers: dict[tuple[str, int], int] = {}
         # The names of files that are the ids of the traces.
         files = {place.address.files.text: place.address.files for place in plan.states}
@@ -177,6 +178,7 @@ class RunAccount:
         is_of_states = node.prefix.removesuffix("[]/") in self._prefixes and AXIS_NAMES.keys().isdisjoint(bound)
         is_chunk = "chunk" in bound and any("chunk" in p.address.bound for p in self._plan.states)
         self.numbers.check(node.prefix, str(key), value, bound, is_of_states=is_of_states, is_chunk=is_chunk)
+        self.starts.add(node.prefix, str(key), value, bound)
         if "id" in bound and isinstance(value, str) and node.prefix.endswith("]/"):
             self._check_file_name(f"{node.prefix}{key}", str(key), value, bound)
         if self._holds_layer_numbers(f"{node.prefix}{key}", str(key), value):

@@ -199,7 +199,7 @@ class Execution:
 
     def _joined(self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch) -> Makers:
         """Yield what makes each record of a source whose fields are joined; close the accounts of its columns."""
-        columns = TraceColumns(self.plan, tables=self._load_tables(scratch))
+        columns = TraceColumns(self.plan, self.account.starts, tables=self._load_tables(scratch))
         builder = TraceBuilder(maker, self.account.kept)
 
         def made(trace: TraceCells, position: int) -> TraceRecord | None:
@@ -294,7 +294,7 @@ class Execution:
         """Return the columns of the tables, which are read once and stay open to the end of the run."""
         with self._lock:
             if self._tables is None:
-                columns = TraceColumns(self.plan)
+                columns = TraceColumns(self.plan, self.account.starts)
                 self._row_texts = columns.texts
                 files = [(text, file) for text in self.tables for file in self._claimed[text]]
                 for text, file in files:

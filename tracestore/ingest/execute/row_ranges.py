@@ -8,11 +8,16 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.row_numbers import key_words
 from tracestore.ingest.execute.values import describe, number
+from tracestore.ingest.layout.places import Plan
 from tracestore.ingest.tree import Items, as_array
+from tracestore.store.vocabulary import SYNONYMS
 
 # What gives the rows of each trace.
-RANGES = ("S.offsets", "S.starts", "S.lengths", "S.owner", "S.ends")
+RANGES = ("S.offsets", "S.starts", "S.owner", "S.ends", "S.lengths")
+_NAMES = {name: field for field in ("S.offsets", "S.starts", "S.ends") for name in SYNONYMS[field]}
+Spans = list[tuple[int, int]]
 
 
 def rows_along_n(column: Column, environment: Mapping[str, Any]) -> np.ndarray:
@@ -31,13 +36,69 @@ def rows_along_n(column: Column, environment: Mapping[str, Any]) -> np.ndarray:
     return np.asarray(values)
 
 
-def ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]:
+class RowStarts:
+    """Compare integers of rows that no line names with the rows that `S.lengths` alone give (rule 9).
+
+    Parameters
+    ----------
+    plan : Plan
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._is_needed = plan.layout.addresses.keys() & set(RANGES) == {"S.lengths"}
+        # By path and key: what joins the rows, and their values.
+        self._columns: dict[tuple[str, str], tuple[list[str], dict[tuple[Any, ...], int]]] = {}
+
+    def add(self, prefix: str, key: str, value: Any, bound: Mapping[str, Any]) -> None:
+        """Add a value of the next row of a list or table."""
+        if self._is_needed and "N" in bound and (type(value) is int or (type(value) is str and value.isdecimal())):
+            names = [name for name in bound if name != "file" and name[0] != "*"]
+            _, values = self._columns.setdefault((prefix, key), (names, {}))
+            values[tuple(map(bound.get, names))] = int(value)
+
+    def checked(self, spans: Spans, environment: Mapping[str, Any]) -> Spans:
+        """Return the rows of each trace; refuse those that a column contradicts [rows in the order of workers].
+
+        By its name, or because such rows cover the axis, too, it says where the rows of each trace begin or end.
+        """
+        for (prefix, key), (names, values) in self._columns.items():
+            rows = [tuple(n if name == "N" else environment.get(name) for name in names) for n in range(len(spans))]
+            pairs = [(values[row], span) for row, span in zip(rows, spans, strict=True) if row in values]
+            wrong = [next((pair for pair in pairs if pair[0] != pair[1][at]), None) for at in (0, 1)]
+            if wrong[0] is None or wrong[1] is None:
+                continue
+            starts = [(value, value + end - begin) for value, (begin, end) in pairs]
+            ends = [(value - end + begin, value) for value, (begin, end) in pairs]
+            field = _NAMES.get(" ".join(key_words(key)), "")
+            field = "S.ends" if covers(ends) else "S.starts" if covers(starts) else field
+            if field:
+                value, (begin, end) = wrong[0]
+                raise InvalidInputError(
+                    f"{prefix}{key}: found {value} where S.lengths in the order of the rows give the rows {begin} to {end}; "
+                    f'{field.replace("offsets", "starts")} = "{prefix}{key}" next to S.lengths if it says where the rows '
+                    f'of each trace are, ignore = ["{prefix}{key}"] if not',
+                    field="S.lengths",
+                )
+        return spans
+
+
+def covers(spans: Spans) -> bool:
+    """Return whether ranges cover an axis in some order."""
+    position = 0
+    for begin, end in sorted(spans):
+        if begin != position:
+            return False
+        position = end
+    return True
+
+
+def ranges_of(known: dict[str, np.ndarray], total: int) -> Spans:
     """Return the tokens of each trace on an axis along which all lie behind each other (rule 9).
 
     Parameters
     ----------
     known : dict
-        Arrays by their fields: S.offsets, S.lengths, S.owner, or S.starts and S.ends or S.lengths.
+        Arrays by their fields: S.offsets, S.lengths, S.owner, or two of S.starts, S.ends and S.lengths.
     total : int
         Extent of the axis.
 
@@ -51,8 +112,10 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]
     starts, ends, lengths = (values.get(of, []) for of in ("S.starts", "S.ends", "S.lengths"))
     if name == "S.starts" and "S.ends" not in values and len(lengths) == len(starts):
         ends = [*map(sum, zip(starts, lengths, strict=True))]
+    if name == "S.ends" and len(lengths) == len(ends):
+        starts = [end - length for end, length in zip(ends, lengths, strict=True)]
     if name is None or (name in ("S.starts", "S.ends") and len(starts) != len(ends)):
-        needed = "S.offsets, S.lengths, S.owner, or S.starts and as many S.ends or S.lengths"
+        needed = "S.offsets, S.lengths, S.owner, or two of S.starts, S.ends and S.lengths, as many of each"
         raise InvalidInputError(f"traces behind each other need {needed}")
     if name == "S.offsets":
         spans = list(itertools.pairwise([0] * (values[name][:1] != [0]) + values[name]))
@@ -90,7 +153,7 @@ def _runs(owners: list[int]) -> list[tuple[int, int]]:
     return [runs[owner] for owner in sorted(runs)]
 
 
-def _check_cover(spans: list[tuple[int, int]], total: int, name: str) -> None:
+def _check_cover(spans: Spans, total: int, name: str) -> None:
     """Rule 9: ranges are disjoint and cover the axis; each has a token."""
     position = 0
     for k, (begin, end) in enumerate(sorted(spans)):

@@ -10,7 +10,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.axes import MISSING, extent, numbers_of, read
 from tracestore.ingest.execute.join import Column, RowTexts
-from tracestore.ingest.execute.row_ranges import RANGES, ranges_of, rows_along_n
+from tracestore.ingest.execute.row_ranges import RANGES, RowStarts, ranges_of, rows_along_n
 from tracestore.ingest.execute.table_accounts import SHARED, MissingRow
 from tracestore.ingest.execute.values import is_missing, named, number_of
 from tracestore.ingest.execute.walk import Cell
@@ -28,6 +28,7 @@ class TraceColumns:
     """
 
     plan: Plan
+    starts: RowStarts
     unit: dict[Place, Column] = field(default_factory=dict)
     source: dict[Place, Column] = field(default_factory=dict)
     tables: Mapping[Place, Column] = field(default_factory=dict)
@@ -344,7 +345,7 @@ def _unrolled(trace: TraceCells) -> Iterator[TraceCells]:
     if "NS" in cell.axes:
         size = extent(cell.value, cell.axes, "NS") or 0
         known = {n: rows_along_n(column, trace.environment) for n in RANGES for _, column in trace.columns.of(n)}
-        for n, (begin, end) in enumerate(ranges_of(known, size)):
+        for n, (begin, end) in enumerate(trace.columns.starts.checked(ranges_of(known, size), trace.environment)):
             yield _at(trace, {"N": n, "NS": slice(begin, end)}, {"N": n}, size)
         return
     counts = _counts(trace)

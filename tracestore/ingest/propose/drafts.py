@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tracestore.ingest.execute.row_ranges import covers
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation
@@ -74,6 +75,11 @@ class Drafter:
         for leaf in leaves:
             siblings.setdefault((leaf.files, leaf.path[:-1]), set()).update(words_of(leaf.key))
         self.meanings = [meaning_of(leaf, frozenset(siblings[leaf.files, leaf.path[:-1]])) for leaf in leaves]
+        lengths = [meaning.leaf for meaning in self.meanings if meaning.field == "S.lengths" and meaning.leaf.rank]
+        for meaning in self.meanings:
+            if meaning.field in ("", *RANGES) and meaning.leaf.number_kind == "i" and meaning.leaf.rank == 1:
+                found = (_rows_next_to(one, meaning.leaf) for one in lengths)
+                meaning.field = next(filter(None, found), meaning.field)
         self._shapes = {m.leaf.place: shape for m in self.meanings if (shape := self._shape_of(m)) is not None}
         # The only column of 0 and 1 may be a label if no other key is named as one: its meaning is asked.
         unnamed = [
@@ -259,6 +265,16 @@ class Drafter:
         if identity.mode == "stack":
             return leaf.rank > 0 or has_items
         return has_items or bool(leaf.bound - AXIS_NAMES.keys())
+
+
+def _rows_next_to(lengths: Leaf, leaf: Leaf) -> str:
+    """Return what the integers of a leaf say next to lengths that give as many rows, "" if neither first nor last ones."""
+    pairs = [(one.value, other.value) for one, other in zip(leaf.spots, lengths.spots, strict=False)]
+    if any(not one or not other or len(one) != len(other) or None in (*one, *other) for one, other in pairs):
+        return ""
+    if all(covers([(k, k + n) for k, n in zip(*pair, strict=True)]) for pair in pairs):
+        return "S.starts"
+    return "S.ends" * all(covers([(k - n, k) for k, n in zip(*pair, strict=True)]) for pair in pairs)
 
 
 def _in_parts(draft: Draft) -> Draft | None:
