@@ -301,7 +301,7 @@ sample: sample idx, sample id, sample index, sample number, answer idx, generati
 question: prompt, query, instruction, statement, statements, questions, prompts, input text, q
 generated_answer: response, completion, prediction, generation, output, output text, reply, model answer, answers,
   responses, generated, completions, model output, pred, text, content, predicted answer
-prompt_length: prompt len, prompt lens, prompt lengths, prompt tokens, num prompt tokens, n prompt tokens, n prompt,
+prompt_length: prompt len, prompt lens, prompt lengths, prompt tokens, num prompt tokens, n prompt tokens, n prompt, prompt n,
   num prompt, input length, input len, input lens, input lengths, question length, question len, question lens
 S.mask: attention mask, mask, attn mask, padding mask
 S.lengths: length, lengths, seq lens, seq len, seq lengths, seqlens, num tokens, lens, n tokens,

@@ -63,6 +63,50 @@ def test_flat_states_and_their_shape(tmp_path, name, axes):
         assert_states(traces[f"q{k}", 0], array)
 
 
+NAMES_OF_AXES = [
+    ("n_layers", "seq_len", "d_model"),
+    ("num_layers", "n_tokens", "hidden_dim"),
+    ("layers", "length", "dim"),
+    ("num_blocks", "num_tokens", "hidden_size"),
+]
+
+
+@pytest.mark.parametrize("names", NAMES_OF_AXES)
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2)])
+@pytest.mark.parametrize("sizes", [(4, 5, 6), (5, 5, 5)])
+def test_flat_states_and_the_numbers_of_their_axes(tmp_path, names, axes, sizes):
+    arrays = [states(3, size, 8, seed=k) for k, size in enumerate(sizes)]
+    found = []
+    for k, array in enumerate(arrays):
+        moved = array.transpose(axes)
+        numbers = dict(zip([names[axis] for axis in axes], moved.shape, strict=True))
+        tokens = {"input_ids": list(range(5, 5 + sizes[k]))}
+        found.append({"id": f"q{k}", "prompt_n": 2, **numbers, "hidden": moved.ravel().tolist(), **tokens})
+    table(tmp_path / "in/a.json", found)
+    order = ", ".join(names[axis] for axis in axes)
+    (only,) = refuse(tmp_path, f"no word says that the axes lie in the order {order}").candidates
+    assert only.layout.to_entries()["shape.hidden_states"] == [f"a.json : [id=id]/{names[axis]}" for axis in axes]
+    for traces in stores_of(tmp_path):
+        for k, array in enumerate(arrays):
+            assert_states(traces[f"q{k}"], array)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"n_layers": 3, "seq_len": 4},
+        {"n_layers": 3, "seq_len": 4, "d_model": 9},
+        {"n_layers": 3, "answers": 4, "d_model": 8},
+        {"d_model": 8, "n_layers": 3, "seq_len": 4},
+        {"n_layers": 3, "seq_len": 4.0, "d_model": 8},
+    ],
+)
+def test_numbers_that_are_no_extents(tmp_path, numbers):
+    found = [{"id": f"q{k}", **numbers, "hidden": states(96, seed=k).tolist()} for k in range(3)]
+    table(tmp_path / "in/a.json", found)
+    assert not any("shape" in str(one.layout.to_entries()) for one in refuse(tmp_path).candidates)
+
+
 @pytest.mark.parametrize("shape", [[3, 4], [3, 4, 9], [4, 3, 8, 2], [], [96, 2]])
 def test_a_shape_of_something_else(tmp_path, shape):
     found = [{"id": f"q{k}", "hidden_states": states(96, seed=k), "shape": shape, "tokens": [5] * 4} for k in range(3)]

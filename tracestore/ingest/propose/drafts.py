@@ -30,6 +30,12 @@ _MAX_DRAFTS = 48
 _FIELDS = frozenset((*TEXTS, *ARRAYS, *RANGES, "question_id", "prompt_length"))
 # Attributes in which libraries of tables describe their columns.
 _HEADERS = ("@huggingface", "@pandas", "@content_defined_chunking")
+# Words of the numbers of layers and tokens, and of the hidden size.
+_WORDS_OF_AXES = {
+    "L": frozenset(("layer", "layers", "block", "blocks")),
+    "S": frozenset(("seq", "seqlen", "len", "length", "token", "tokens", "toks")),
+    "D": frozenset(("dim", "d", "width", "size", "hidden", "channels")),
+}
 _Choice = tuple[str, Line]
 
 
@@ -87,7 +93,31 @@ class Drafter:
         ]
         if len(unnamed) == 1 and not any(m.verdicts for m in self.meanings):
             unnamed[0].field, unnamed[0].verdicts, unnamed[0].is_doubtful = "verdict", LABELS, True
+        self._sizes = {m.leaf.place: sizes for m in self.meanings if (sizes := self._sizes_of(m))}
         self.places = Places(observation, self.meanings)
+
+    def _sizes_of(self, states: Meaning) -> dict[str, Leaf]:
+        """Return the numbers next to flat states that are their extents, by the axis; give the states these axes."""
+        leaf = states.leaf
+        if states.field not in STATES or leaf.rank != 1:
+            return {}
+        beside = (m.leaf for m in self.meanings if m.leaf.files == leaf.files and m.leaf.path[:-1] == leaf.path[:-1])
+        numbers = [one for one in beside if not one.rank and one.number_kind == "i"]
+        named = [(a, one) for one in numbers for a, words in _WORDS_OF_AXES.items() if words & {*words_of(one.key)}]
+        for three in itertools.combinations(named, 3):
+            sizes = dict(three)
+            rows = [*zip(leaf.spots, *(one.spots for one in sizes.values()), strict=False)]
+            shapes = [tuple(int(spot.value) for spot in row[1:] if row[0].where == spot.where) for row in rows]
+            is_right = len({*sizes.values()}) == 3 and [*sizes][2:] == ["D"] and len(rows) == len(leaf.spots)
+            if is_right and all(
+                len(shape) == 3 and math.prod(shape) == row[0].dims[0] for shape, row in zip(shapes, rows, strict=True)
+            ):
+                spots = [replace(row[0], dims=shape) for row, shape in zip(rows, shapes, strict=True)]
+                states.leaf = replace(leaf, rank=3, spots=spots)
+                for meaning in self.meanings:
+                    meaning.field *= meaning.leaf not in sizes.values()  # they bind no items
+                return sizes
+        return {}
 
     def _shape_of(self, states: Meaning) -> Meaning | None:
         """Return the list of extents next to flat states, and give the states these axes; None without such a list."""
@@ -129,6 +159,8 @@ class Drafter:
 
     def _axes(self, states: Meaning, identity: Identity) -> list[Axes]:
         """Return the orders of the axes of the states."""
+        if sizes := self._sizes.get(states.leaf.place):
+            return [tuple(sizes)]
         leaf, letters = states.leaf, ["L"] if states.field == "last_token" else ["L", "S"]
         if identity.mode == "stack":
             letters = ["N", *letters, *["(N S)"] * any(m.field in RANGES for m in self.meanings)]
@@ -147,7 +179,8 @@ class Drafter:
             return
         name = "hidden_states" if frame.has_tokens else "last_token"
         shape = self._shapes.get(states.leaf.place)
-        used = [states, *([] if shape is None else [shape])]
+        sizes = [*self._sizes.get(states.leaf.place, {}).values()]
+        used = [states, *([] if shape is None else [shape]), *(m for m in self.meanings if m.leaf in sizes)]
         choices = [*self._fields(states, identity, frame, used), *self._verdicts(identity, frame, used)]
         for chosen in itertools.product(*choices):
             lines = dict(chosen)
@@ -160,6 +193,10 @@ class Drafter:
             if "{verdict}" in address:
                 entries["is_correct"] = "={verdict}"
             draft = Draft(entries, Case(self.places, states, identity, frame, lines, name).unproved())
+            if sizes:
+                entries[f"shape.{name}"] = [self.places.address(one, identity, frame.leaf) for one in sizes]
+                order = ", ".join(one.key for one in sizes)
+                draft.unproved.append(f"{name}: no word says that the axes lie in the order {order}")
             draft.left_out, draft.reasons, ignored = left_over(self.places, states, identity, used)
             draft.cost, draft.contradiction = unusual(axes), self._other_order(used, identity)
             if ignored:
