@@ -107,26 +107,9 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> Spans:
     InvalidInputError
         If the ranges do not cover the axis, or overlap.
     """
-    name = next((name for name in RANGES if name in known), None)
+    name = next((name for name in RANGES if name in known), "")
     values: dict[str, Any] = {name: _integers(array, name) for name, array in known.items()}
-    starts, ends, lengths = (values.get(of, []) for of in ("S.starts", "S.ends", "S.lengths"))
-    if name == "S.starts" and "S.ends" not in values and len(lengths) == len(starts):
-        ends = [*map(sum, zip(starts, lengths, strict=True))]
-    if name == "S.ends" and len(lengths) == len(ends):
-        starts = [end - length for end, length in zip(ends, lengths, strict=True)]
-    if name is None or (name in ("S.starts", "S.ends") and len(starts) != len(ends)):
-        needed = "S.offsets, S.lengths, S.owner, or two of S.starts, S.ends and S.lengths, as many of each"
-        raise InvalidInputError(f"traces behind each other need {needed}")
-    if name == "S.offsets":
-        spans = list(itertools.pairwise([0] * (values[name][:1] != [0]) + values[name]))
-    elif name == "S.lengths":
-        spans = list(itertools.pairwise(itertools.accumulate(values[name], initial=0)))
-    elif name == "S.owner":
-        if values[name] != sorted(values[name]):
-            raise InvalidInputError("found owners that are not sorted", field=name)
-        spans = _runs(values[name])
-    else:
-        spans = list(zip(starts, ends, strict=True))
+    spans = _spans_of(name, values)
     _check_cover(spans, total, name)
     if "S.owner" in values:
         values["S.owner"] = _runs(values["S.owner"])
@@ -139,6 +122,27 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> Spans:
         if values.get(of, own) != own:
             raise InvalidInputError(f"found other rows than {name}: rows in another order?", field=of)
     return spans
+
+
+def _spans_of(name: str, values: Mapping[str, list[int]]) -> Spans:
+    """Return the rows of each trace as a field gives them, S.starts and S.ends also next to S.lengths."""
+    starts, ends, lengths = (values.get(of, []) for of in ("S.starts", "S.ends", "S.lengths"))
+    if name == "S.starts" and "S.ends" not in values and len(lengths) == len(starts):
+        ends = [*map(sum, zip(starts, lengths, strict=True))]
+    if name == "S.ends" and len(lengths) == len(ends):
+        starts = [end - length for end, length in zip(ends, lengths, strict=True)]
+    if not name or (name in ("S.starts", "S.ends") and len(starts) != len(ends)):
+        needed = "S.offsets, S.lengths, S.owner, or two of S.starts, S.ends and S.lengths, as many of each"
+        raise InvalidInputError(f"traces behind each other need {needed}")
+    if name == "S.offsets":
+        return list(itertools.pairwise([0] * (values[name][:1] != [0]) + values[name]))
+    if name == "S.lengths":
+        return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+    if name == "S.owner":
+        if values[name] != sorted(values[name]):
+            raise InvalidInputError("found owners that are not sorted", field=name)
+        return _runs(values[name])
+    return list(zip(starts, ends, strict=True))
 
 
 def _runs(owners: list[int]) -> list[tuple[int, int]]:

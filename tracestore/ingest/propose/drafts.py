@@ -81,11 +81,7 @@ class Drafter:
         for leaf in leaves:
             siblings.setdefault((leaf.files, leaf.path[:-1]), set()).update(words_of(leaf.key))
         self.meanings = [meaning_of(leaf, frozenset(siblings[leaf.files, leaf.path[:-1]])) for leaf in leaves]
-        lengths = [meaning.leaf for meaning in self.meanings if meaning.field == "S.lengths" and meaning.leaf.rank]
-        for meaning in self.meanings:
-            if meaning.field in ("", *RANGES) and meaning.leaf.number_kind == "i" and meaning.leaf.rank == 1:
-                found = (_rows_next_to(one, meaning.leaf) for one in lengths)
-                meaning.field = next(filter(None, found), meaning.field)
+        self._name_ranges()
         self._shapes = {m.leaf.place: shape for m in self.meanings if (shape := self._shape_of(m)) is not None}
         # The only column of 0 and 1 may be a label if no other key is named as one: its meaning is asked.
         unnamed = [
@@ -95,6 +91,14 @@ class Drafter:
             unnamed[0].field, unnamed[0].verdicts, unnamed[0].is_doubtful = "verdict", LABELS, True
         self._sizes = {m.leaf.place: sizes for m in self.meanings if (sizes := self._sizes_of(m))}
         self.places = Places(observation, self.meanings)
+
+    def _name_ranges(self) -> None:
+        """Give lists the field of first or last rows where their values are those next to lengths, under any name."""
+        lengths = [meaning.leaf for meaning in self.meanings if meaning.field == "S.lengths" and meaning.leaf.rank]
+        for meaning in self.meanings:
+            if meaning.field in ("", *RANGES) and meaning.leaf.number_kind == "i" and meaning.leaf.rank == 1:
+                found = (_rows_next_to(one, meaning.leaf) for one in lengths)
+                meaning.field = next(filter(None, found), meaning.field)
 
     def _sizes_of(self, states: Meaning) -> dict[str, Leaf]:
         """Return the numbers next to flat states that are their extents, by the axis; give the states these axes."""
