@@ -9,7 +9,7 @@ from typing import Any
 from tracestore.ingest.execute.row_ranges import covers
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
-from tracestore.ingest.propose.leaves import Leaf, Observation
+from tracestore.ingest.propose.leaves import Leaf, Observation, Spot
 from tracestore.ingest.propose.leftovers import left_over
 from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import (
@@ -110,13 +110,8 @@ class Drafter:
         named = [(a, one) for one in numbers for a, words in _WORDS_OF_AXES.items() if words & {*words_of(one.key)}]
         for three in itertools.combinations(named, 3):
             sizes = dict(three)
-            rows = [*zip(leaf.spots, *(one.spots for one in sizes.values()), strict=False)]
-            shapes = [tuple(int(spot.value) for spot in row[1:] if row[0].where == spot.where) for row in rows]
-            is_right = len({*sizes.values()}) == 3 and [*sizes][2:] == ["D"] and len(rows) == len(leaf.spots)
-            if is_right and all(
-                len(shape) == 3 and math.prod(shape) == row[0].dims[0] for shape, row in zip(shapes, rows, strict=True)
-            ):
-                spots = [replace(row[0], dims=shape) for row, shape in zip(rows, shapes, strict=True)]
+            is_named = len({*sizes.values()}) == 3 and [*sizes][2:] == ["D"]
+            if is_named and (spots := _reshaped(leaf, [*sizes.values()])):
                 states.leaf = replace(leaf, rank=3, spots=spots)
                 for meaning in self.meanings:
                     meaning.field *= meaning.leaf not in sizes.values()  # they bind no items
@@ -306,6 +301,16 @@ class Drafter:
         if identity.mode == "stack":
             return leaf.rank > 0 or has_items
         return has_items or bool(leaf.bound - AXIS_NAMES.keys())
+
+
+def _reshaped(leaf: Leaf, sizes: list[Leaf]) -> list[Spot]:
+    """Return the values of a leaf with the extents that numbers next to them say; [] if one has another size."""
+    found = []
+    for spot, *numbers in zip(leaf.spots, *(one.spots for one in sizes), strict=False):
+        shape = tuple(int(number.value) for number in numbers if number.where == spot.where)
+        if len(shape) == len(sizes) and math.prod(shape) == spot.dims[0]:
+            found.append(replace(spot, dims=shape))
+    return found if len(found) == len(leaf.spots) else []
 
 
 def _rows_next_to(lengths: Leaf, leaf: Leaf) -> str:
