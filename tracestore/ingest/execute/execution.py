@@ -99,9 +99,8 @@ class Execution:
         # Held while a trace is read, if tables hold arrays: their readers serve one thread at a time.
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._offsets: dict[str, int] | None = None
-        self._trees = {
-            text: tree_of(text, self.plan.places, self.plan.left_out, self.plan.states) for text in self.plan.files
-        }
+        plan = self.plan
+        self._trees = {text: tree_of(text, plan.places, plan.left_out, plan.states) for text in plan.files}
         self.account = RunAccount(self.plan, self._trees, len(self.groups), is_stated=self._is_stated)
         self._row_texts = RowTexts(self.plan)  # of the tables
 

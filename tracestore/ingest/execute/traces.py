@@ -356,9 +356,8 @@ def _unrolled(trace: TraceCells) -> Iterator[TraceCells]:
         num_questions = _num_questions(trace, total, flat)
         num_answers = total // num_questions
         for n, k in itertools.product(range(num_questions), range(num_answers)):
-            rows = {"NK": n * num_answers + k, "KN": k * num_questions + n}
-            found = _at(trace, {"N": n, "K": k, **rows}, {"N": n, "K": k}, total)
-            first = n * num_answers
+            at, first = {"N": n, "K": k}, n * num_answers
+            found = _at(trace, {**at, "NK": first + k, "KN": k * num_questions + n}, at, total)
             found.answers = range(n, total, num_questions) if flat == "KN" else range(first, first + num_answers)
             yield found
         return
