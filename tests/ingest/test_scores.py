@@ -174,13 +174,11 @@ def test_files_that_tracestore_writes_can_be_joined(tmp_path):
     scored = {r["question_id"]: float(r["hallucination_score"]) for r in csv.DictReader((tmp_path / "p.csv").open())}
     traces = [t | {"question_id": q} for t, q in zip(make_traces(len(scored)), scored, strict=True)]
     write_store(tmp_path / "bare.zarr", traces)
-    command("score", tmp_path / "bare.zarr", "--scores", predictions, check=0)
+    command("score", tmp_path / "bare.zarr", "--scores", predictions, "--score-column", "label", check=0)
     with tracestore.open(tmp_path / "bare.zarr") as bare:
         targets = dict(zip(bare.question_ids, bare.targets(), strict=True))
         assert {q: targets[q] for q in expected} == expected
-    command(
-        "score", tmp_path / "bare.zarr", "--scores", tmp_path / "p.csv", "--name", "predicted", "--default", check=0
-    )
+    command("score", tmp_path / "bare.zarr", "--scores", tmp_path / "p.csv", "--name", "p", "--default", check=0)
     with tracestore.open(tmp_path / "bare.zarr") as bare:
         assert bare.targets().tolist() == [float(scored[q] >= 0.5) for q in bare.question_ids]
 

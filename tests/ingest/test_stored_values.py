@@ -267,6 +267,43 @@ def test_another_column_replaces_the_default_score_under_its_name_alone(store):
     assert values(store) == [0.5] * N
 
 
+TRAINED = "question_id,sample,trace_index,split,fold,seed,label"
+# Columns of a file, and which one is taken or may be for a name of the score: None is no column's.
+COLUMNS = {
+    "question_id,score,judge": {None: "score", "judge": ["score", "judge"], "score": "score", "other": "score"},
+    "question_id,bleurt_score,rouge_l": {"rouge_l": ["bleurt_score", "rouge_l"], "bleurt_score": "bleurt_score"},
+    "question_id,score,ROUGE-L": {"rouge_l": ["score", "ROUGE-L"], "ROUGE-L": ["score", "ROUGE-L"]},
+    "question_id,label,m:question": {"m_question": ["label", "m:question"]},
+    "question_id,sample,hallucination_score,predicted": {
+        None: "hallucination_score",
+        "predicted": ["hallucination_score", "predicted"],
+    },
+    TRAINED: {None: "label", "mine": "label"},
+    f"{TRAINED},m": {name: ["label", "m"] for name in (None, "m", "label", "mine")},
+    f"{TRAINED},m,n,store": {name: ["label", "m", "n"] for name in (None, "m", "mine")},
+}
+
+
+@pytest.mark.parametrize(("header", "name"), [(header, name) for header, of in COLUMNS.items() for name in of])
+def test_the_name_of_a_score_is_no_other_column(store, header, name):
+    expected, columns, name = COLUMNS[header][name], header.split(","), name or "x"
+    cells = {column: k / 16 for k, column in enumerate(columns)} | {"sample": 0}
+    text = header + "\n" + "".join(f"q{k},{','.join(str(cells[c]) for c in columns[1:])}\n" for k in range(N))
+    choices = [f"--score-column {column}" for column in expected] if isinstance(expected, list) else []
+    if choices:
+        assert f"choose {' or '.join(choices)}\n" in refused(store, text, "--name", name, code=2)
+    for flags in [choice.split() for choice in choices] or [[]]:
+        column = flags[-1] if flags else expected
+        is_known = column not in ("judge", "m:question", "predicted") and (
+            column != "label" or columns[2] == "trace_index"
+        )
+        done = score(store, text, "--name", name, *flags, *([] if is_known else ["--score-direction", "correct"]))
+        assert f"new.csv, column {column}\n" in done.stdout and values(store, name) == [cells[column]] * N
+        with tracestore.open(store, score=name) as opened:
+            is_prediction = is_known and "sample" in columns
+            assert opened.score_direction == ("hallucination" if is_prediction else "correct")
+
+
 def test_groups_are_counted(store):
     done = score(store, "question_id,score,group\n" + "".join(f"q{k},{value},{k % 2}\n" for k, value in enumerate(OLD)))
     assert f"2 groups of {N} traces: a split keeps each group together" in done.stdout

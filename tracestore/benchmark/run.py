@@ -267,7 +267,7 @@ def _run_store(
     activity: Activity,
 ) -> tuple[dict[str, Any], list[Measured]]:
     """Return the entry of a store in the results, and the scores of the detectors that could run."""
-    external = {name: _read_external(path, data) for name, path in options.scores.items()}
+    external = {name: _read_external(name, path, data) for name, path in options.scores.items()}
     skipped, runnable, info = {}, [], {}
     for name in _with_references(options.detectors):
         entry = registry()[name]
@@ -322,9 +322,9 @@ def _run_store(
     }, measured
 
 
-def _read_external(path: Path, data: LabeledStore) -> np.ndarray:
+def _read_external(name: str, path: Path, data: LabeledStore) -> np.ndarray:
     """Return the scores ``(n,)`` of a file, high for hallucinations. UsageError if a labeled trace has none."""
-    scores = read_scores(path)
+    scores = read_scores(path, name=name)
     sign = -1.0 if scores.direction == CORRECT else 1.0
     questions = data.store.question_ids.take(data.indices)
     samples = [data.store[int(k)].sample for k in data.indices]

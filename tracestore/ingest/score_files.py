@@ -14,7 +14,7 @@ from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.exports import EXPORT_FILE
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, Value
-from tracestore.store.format.labels import is_prediction
+from tracestore.store.format.labels import DEFAULT_SCORE_NAME, PREDICTION_COLUMNS, STORE_COLUMN, is_prediction
 from tracestore.store.io.fsio import open_regular
 from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES, SYNONYMS
 
@@ -47,6 +47,11 @@ def normalized(name: str) -> str:
     ('hidden_states', 'question_id', 'exact_match')
     """
     return _WORD.sub("_", name.strip()).lower()
+
+
+def score_name(column: str) -> str:
+    """Return the name under which a store holds the scores of a column."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", column).strip("_.-")[:64] or DEFAULT_SCORE_NAME
 
 
 def direction_of(column: str) -> str | None:
@@ -91,15 +96,24 @@ def sample_column_of(header: Sequence[str], id_column: str | None) -> str | None
     return column_of([name for name in header if name != id_column], "sample")
 
 
-def score_columns_of(header: Sequence[str]) -> list[str]:
-    """Return the columns that may hold the scores; several are ambiguous."""
+def tested_columns_of(header: Sequence[str]) -> list[str]:
+    """Return the labels and the probabilities of a hallucination in a table of predictions that train writes."""
+    if tuple(header[: len(PREDICTION_COLUMNS)]) != PREDICTION_COLUMNS:
+        return []
+    return [name for name in header[PREDICTION_COLUMNS.index("label") :] if name != STORE_COLUMN]
+
+
+def score_columns_of(header: Sequence[str], name: str | None = None) -> list[str]:
+    """Return the columns that may hold the scores, one that is called `name` included; several are ambiguous."""
     found = _by_name(header)
     known = [found[name] for name in SCORES if name in found]
     # Next to a column called score those of metrics are further scores, as in the files that extract writes.
     # A judgment is none of them.
     if any(normalized(name) in PRIMARY_SCORES for name in known):
         known = [name for name in known if normalized(name) in PRIMARY_SCORES or _JUDGMENT.search(normalized(name))]
-    return known or [found[name] for name in WORD_COLUMNS if name in found][:1]
+    known = known or tested_columns_of(header) or [found[name] for name in WORD_COLUMNS if name in found][:1]
+    named = {normalized(score_name(column)): column for column in reversed(found.values())}.get(normalized(name or ""))
+    return [*dict.fromkeys(filter(None, (*known, named)))]
 
 
 class ScoreRow(NamedTuple):

@@ -29,8 +29,10 @@ from tracestore.ingest.score_files import (
     read_table,
     sample_column_of,
     score_columns_of,
+    score_name,
+    tested_columns_of,
 )
-from tracestore.store.format.labels import CORRECT, DEFAULT_SCORE_NAME, HALLUCINATION, PREDICTION_COLUMNS, ScoreField
+from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.vocabulary import SYNONYMS, score_of_word
 from tracestore.words import plural
 
@@ -47,11 +49,6 @@ Key = tuple[str, int]  # the question id and sample of a trace
 
 def _folded(text: str) -> str:
     return " ".join(text.split()).casefold()
-
-
-def score_name(column: str) -> str:
-    """Return the name under which a store holds the scores of a column."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "_", column).strip("_.-")[:64] or DEFAULT_SCORE_NAME
 
 
 @dataclass
@@ -238,6 +235,7 @@ def read_scores(
     group_column: str | None = None,
     score_direction: str | None = None,
     id_column: str | None = None,
+    name: str | None = None,
 ) -> Scores:
     """Read a scores file.
 
@@ -254,6 +252,8 @@ def read_scores(
         name, or of its words.
     id_column : str, optional
         Column of the question ids; by default ID_COLUMN, or a usual other name.
+    name : str, optional
+        Name of the score in the store: a column of this name may be meant.
 
     Returns
     -------
@@ -268,7 +268,7 @@ def read_scores(
     """
     try:
         with read_table(path) as table:
-            scores = _columns(path, table, score_column, group_column, score_direction, id_column)
+            scores = _columns(path, table, score_column, group_column, score_direction, id_column, name)
             header = {*table.header}
             others: dict[str, dict[str, str]] = {name: {} for name in other_id_columns(table.header, scores.id_column)}
             for position, row in enumerate(table.rows):
@@ -305,19 +305,20 @@ def _columns(
     group_column: str | None,
     score_direction: str | None,
     id_column: str | None,
+    name: str | None,
 ) -> Scores:
     """Return the scores of a table that has these columns, without its rows."""
     header = table.header
     found = f"found columns {', '.join(header)}" if header else "found no rows"
     ids = id_column or id_column_of(header)
-    for name in filter(None, (id_column, score_column, group_column)):
-        if name not in header:
-            raise InvalidInputError(f"{found}, expected {name} among them")
+    for given in filter(None, (id_column, score_column, group_column)):
+        if given not in header:
+            raise InvalidInputError(f"{found}, expected {given} among them")
     if ids is None:
         raise InvalidInputError(
             f"{found}, expected {ID_COLUMN} among them; name the column of the ids with --id-column"
         )
-    candidates = [score_column] if score_column else score_columns_of(header)
+    candidates = [score_column] if score_column else score_columns_of(header, name)
     if not candidates:
         expected = "a known name of scores, such as score, correct, accuracy, bleurt or hallucination, among them"
         flags = "--score-column names it" + ", --score-direction what a high value means" * (score_direction is None)
@@ -327,7 +328,7 @@ def _columns(
         raise UsageError(f"{path.name}: found columns {' and '.join(candidates)}; choose {choices}")
     column, samples = candidates[0], sample_column_of(header, ids)
     direction = score_direction or direction_of(column)
-    if column == "label" and tuple(header[: len(PREDICTION_COLUMNS)]) == PREDICTION_COLUMNS:
+    if column in tested_columns_of(header):
         direction = HALLUCINATION
     scores = Scores(path, column, direction or CORRECT, samples, id_column=ids)
     scores.group_column = group_column or column_of(header, GROUP_COLUMN) or GROUP_COLUMN

@@ -34,7 +34,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Replace the scores and print a summary."""
-    scores = read_scores(args.scores, **values(args, _COLUMNS))
+    scores = read_scores(args.scores, **values(args, _COLUMNS), name=args.name)
+    output.info(f"scores: {args.scores}, column {scores.column}")
     report = update_scores(
         args.store,
         scores,
