@@ -30,8 +30,57 @@ def test_split_keeps_questions_and_groups_together(tmp_path):
     assert len(split_of) == 120
     for group in range(20):
         assert len({split_of[6 * group + k] for k in range(6)}) == 1
-    with pytest.raises(TrainingError, match="not in"):
-        splits.split_from_ids(store, store.targets(), {"train": ["nowhere"], "val": [], "test": []})
+
+
+# Groups of the samples of 40 questions, and of one that the earlier run does not use.
+GROUPS = {
+    "none": lambda k, sample: "",
+    "each": lambda k, sample: f"k{k}",
+    "four": lambda k, sample: f"g{k // 4}" if k < 40 else "",
+    "others": lambda k, sample: f"h{k % 5}",
+    "joined by samples": lambda k, sample: f"j{(k + sample) % 20}",
+    "joined by a new question": lambda k, sample: f"g{k // 4 if k < 40 else sample}",
+}
+
+
+@pytest.mark.parametrize("is_folded", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("none", "none", None),
+        ("none", "each", None),
+        ("four", "none", None),
+        ("four", "four", None),
+        ("four", "joined by a new question", None),
+        ("none", "four", "groups of .* have changed .* group 'g0' and"),
+        ("four", "others", "groups of .* have changed .* group 'h0'"),
+        ("none", "joined by samples", "groups of .* have changed .* group 'j0'"),
+        ("four", "unlabeled", "1 question of the earlier run, such as 'q0': without a label or score in"),
+        ("four", "removed", "1 question of the earlier run, such as 'nowhere': not in"),
+    ],
+)
+def test_the_split_of_an_earlier_run_keeps_the_groups_of_now_together(tmp_path, is_folded, before, after, message):
+    traces = [make_trace(k, tokens=2, seed=sample) | {"sample": sample} for k in range(41) for sample in range(2)]
+
+    def store_with(name, groups, unlabeled):
+        score = [None if k == unlabeled else float(k % 2) for k in range(41)]
+        path = write_store(
+            tmp_path / name, traces, score=lambda n: score[n // 2], group=lambda n: groups(*divmod(n, 2))
+        )
+        return tracestore.open(path)
+
+    first = store_with("a", GROUPS[before], 40)
+    targets = first.targets()
+    made = splits.make_folds(first, targets, 3, 0)[2] if is_folded else splits.make_split(first, targets, 0)
+    ids = made.question_ids
+    ids["train"] += ["nowhere"] * (after == "removed")
+    now = store_with("b", GROUPS.get(after, GROUPS[before]), 0 if after == "unlabeled" else None)
+    if message is None:
+        again = splits.split_from_ids(now, now.targets(), ids)
+        assert all(np.array_equal(again.indices[part], made.indices[part]) for part in SPLITS)
+    else:
+        with pytest.raises(TrainingError, match=message):
+            splits.split_from_ids(now, now.targets(), ids)
 
 
 def test_folds_are_a_pure_function():

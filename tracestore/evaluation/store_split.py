@@ -8,6 +8,7 @@ import numpy as np
 from tracestore.errors import TrainingError
 from tracestore.split import SPLITS, assign_splits, digest, labeled_positions, question_keys
 from tracestore.store.read.store import TraceStore
+from tracestore.words import plural
 
 # Outside the test split of a fold, one in this many questions is used for validation.
 _VALIDATION_BINS = 6
@@ -168,17 +169,30 @@ def split_from_ids(store: TraceStore, targets: np.ndarray, question_ids: dict[st
     Raises
     ------
     TrainingError
-        A question is not in the store, or a split lacks a class.
+        A question is not in the store or has no label, a group is in two parts, or a split lacks a class.
     """
     split_of = {question: name for name, ids in question_ids.items() for question in ids}
-    labeled = np.flatnonzero(~np.isnan(targets))
-    questions = store.question_ids.take(labeled)
+    labeled, questions, groups = _labeled(store, targets)
     missing = set(split_of) - set(questions)
     if missing:
-        raise TrainingError(
-            f"{len(missing)} questions of split.json are not in {store.path}, first {sorted(missing)[0]!r}"
+        unknown = missing - set(store.question_ids)
+        reason = f"not in {store.path}" if unknown else f"without a label or score in {store.path} now"
+        shown = (
+            f"{plural(len(unknown or missing), 'question')} of the earlier run, such as {min(unknown or missing)!r:.60}"
         )
-    return _build_split(labeled, questions, [split_of.get(question, "") for question in questions], targets)
+        raise TrainingError(f"{shown}: {reason}")
+    names = [split_of.get(question, "") for question in questions]
+    # The earlier run did not use the others, so they join no groups.
+    keys = question_keys(questions, [group if name else "" for group, name in zip(groups, names, strict=True)])
+    part_of: dict[str, str] = {}
+    divided = {key for key, name in zip(keys, names, strict=True) if part_of.setdefault(key, name) != name}
+    if divided:
+        raise TrainingError(
+            f"the groups of {store.path} have changed since the split was made: several of its parts have group "
+            f"{min(divided)!r:.60}{f' and {len(divided) - 1:,} more' * (len(divided) > 1)}; --overwrite instead of --resume "
+            "makes another split"
+        )
+    return _build_split(labeled, questions, names, targets)
 
 
 def _build_split(
