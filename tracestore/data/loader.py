@@ -80,8 +80,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
         Fill a short last batch with the first traces of the epoch; excludes `drop_last` and `batch_by`.
     weights : sequence of int, optional
         The share of each of several stores that are opened as one: with [3, 1], three of four traces are
-        from the first store, in every part of an epoch. Each store is read in an order of its own, which
-        continues in the next epoch, and again in another order when it ends.
+        from the first store, up to one trace at every point, counted over all epochs. Each store is read in
+        an order of its own, which continues in the next epoch, and again in another order when it ends.
     epoch_size : int, optional
         Traces, or tokens in view "tokens", of an epoch, over all ranks; by default as many as there are.
         The next epoch continues where this one ends.

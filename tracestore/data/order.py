@@ -165,7 +165,8 @@ def mixing_slots(weights: tuple[int, ...]) -> np.ndarray:
 class MixedOrder:
     """An epoch of any length over several sets of ids, mixed by weights.
 
-    The ids of set s follow those of set s - 1. Sample k of a set, counted over all epochs, is the id at position
+    It continues the slots of the epoch before, so that the shares hold over all epochs, also where their length is no
+    multiple of the period. The ids of set s follow those of set s - 1. Sample k of a set, counted over all epochs, is the id at position
     k % n of its own order number k // n, an EpochOrder with seed + s: each set continues where the epoch before ended,
     and begins again, in another order, when it ends. Memory does not grow with the epoch.
 
@@ -193,21 +194,19 @@ class MixedOrder:
     ) -> None:
         self._sizes, self._first = sizes, np.cumsum([0, *sizes])
         self._slots = mixing_slots(weights)
-        # Samples of its set before each slot of a period, and samples of each set in an epoch.
+        # Samples of its set before each slot of a period.
         self._before = np.zeros(len(self._slots), np.int64)
-        self._weights, self._done = np.array(weights, np.int64), np.zeros(len(sizes), np.int64)
-        periods, rest = divmod(length, len(self._slots))
+        self._weights, self._begin = np.array(weights, np.int64), epoch * length
         for k, weight in enumerate(weights):
             self._before[self._slots == k] = np.arange(weight)
-            self._done[k] = epoch * (periods * weight + int((self._slots[:rest] == k).sum()))
         self._seed, self._options = seed, (shuffle, buffer_size, block_size)
         self._orders: dict[int, tuple[int, EpochOrder]] = {}
 
     def ids_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the ids, int64, at the given positions; see EpochOrder.ids_at()."""
-        period, slot = np.divmod(np.asarray(positions, np.int64), len(self._slots))
+        period, slot = np.divmod(self._begin + np.asarray(positions, np.int64), len(self._slots))
         which = self._slots[slot]
-        numbers = self._done[which] + period * self._weights[which] + self._before[slot]
+        numbers = period * self._weights[which] + self._before[slot]
         out = np.empty(len(which), np.int64)
         for k in np.unique(which).tolist():
             passes, inside = np.divmod(numbers, self._sizes[k])

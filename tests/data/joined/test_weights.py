@@ -34,6 +34,21 @@ def test_every_prefix_has_each_store_within_one_of_its_share(weights):
     assert counts[sum(weights) - 1].tolist() == weights
 
 
+@settings(deadline=None)
+@given(WEIGHTS, st.integers(1, 150))
+@example([3, 1], 1)
+@example([3, 1], 2)
+@example([3, 1], 10)
+@example([9_999, 1], 30_001)
+def test_the_shares_hold_over_all_epochs(weights, length):
+    epochs = range(min(100, 2 * sum(weights) // length + 2))
+    orders = [MixedOrder([1] * len(weights), tuple(weights), length, 0, epoch) for epoch in epochs]
+    stores = np.concatenate([order.ids_at(np.arange(length)) for order in orders])
+    counts = np.cumsum(np.eye(len(weights), dtype=np.int64)[stores], axis=0)
+    shares = np.arange(1, len(stores) + 1)[:, None] * np.array(weights) / sum(weights)
+    assert np.abs(counts - shares).max() < 1
+
+
 @pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.data())
