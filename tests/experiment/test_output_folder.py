@@ -1,7 +1,5 @@
 """The output folder: which files a run replaces, locking, running out of memory, non-finite values."""
 
-import json
-import math
 import os
 from dataclasses import replace
 
@@ -270,35 +268,35 @@ def test_a_step_without_memory_ends_the_use_of_workers(labeled, tmp_path, monkey
     assert results["models"]["lstm_solo"]["test_scores"] == expected["models"]["lstm_solo"]["test_scores"]
 
 
-@pytest.fixture
-def holed(tmp_path):
-    """Return a store in which one layer of one training trace holds an infinite value, and its question id."""
-    path = tmp_path / "holed.zarr"
-    traces = make_traces(40, tokens=3)
-    with tracestore.open(write_store(path, traces, score=lambda k: k % 2)) as store:
-        wrong = int(make_split(store, store.targets(), CONFIG.seed).indices["train"][3])
-    traces[wrong]["hidden_states"][1][-1, 2] = np.inf
-    return write_store(tmp_path / "again.zarr", traces, score=lambda k: k % 2), f"q{wrong}"
+@pytest.mark.parametrize("options", [{}, {"folds": 2}, {"seeds": 1}, {"probe": True}])
+@pytest.mark.parametrize("names", [("lstm_solo",), ("gnn_det_lstm",), ("lstm_solo_v0",)])
+@pytest.mark.parametrize("part", ["train", "val", "test"])
+def test_non_finite_values_of_a_used_trace_are_an_error(tmp_path, part, names, options):
+    """Also those that no detector reads, such as a first token, or a layer that --layers leaves out."""
+    path, sizes = tmp_path / "s.zarr", SMALL | {"layers": (0, 2)}
+    traces = make_traces(42, tokens=3)
+    score = [None if k >= 40 else k % 2 for k in range(42)].__getitem__
+    with tracestore.open(write_store(path, traces, score=score)) as store:
+        wrong = int(make_split(store, store.targets(), CONFIG.seed).indices[part][3])
+    for k, (layer, token, value) in enumerate([(0, 0, np.nan), (1, 2, np.inf), (2, 2, np.nan)]):
+        traces[41]["hidden_states"][0][0, 0] = np.nan  # without a label: not used
+        holed = [trace | {"hidden_states": [h.copy() for h in trace["hidden_states"]]} for trace in traces]
+        holed[wrong]["hidden_states"][layer][token, 2] = value
+        path = write_store(tmp_path / f"{k}.zarr", holed, score=score)
+        with pytest.raises(
+            TrainingError, match=rf"question 'q{wrong}' holds NaN or .* \(1 such trace\); --drop-nonfinite"
+        ):
+            train(path, tmp_path / "r", names=names, sizes=sizes, **options)
+    assert not (tmp_path / "r/split.json").exists()
 
 
-def test_standardization_refuses_non_finite_values(holed, tmp_path):
-    path, question = holed
-    train(path, tmp_path / "others", sizes=SMALL | {"standardize": True, "layers": (0, 2)})
-    with pytest.raises(TrainingError, match=f"question '{question}' holds NaN or infinite values"):
-        train(path, tmp_path / "r", sizes=SMALL | {"standardize": True})
-
-
-def test_the_probe_skips_a_non_finite_layer(holed, tmp_path, monkeypatch):
-    path, _ = holed
-    results = train(path, tmp_path / "r", sizes=SMALL | {"layers": (0, 2)}, probe=True)
-    values = results["probe"]["val_auroc_by_layer"]
-    assert math.isnan(values[1]) and results["probe"]["layer"] in (0, 2)
-    assert json.loads((tmp_path / "r/results.json").read_text())["probe"]["val_auroc_by_layer"][1] is None
-    assert "not finite: layer 1." in (tmp_path / "r/report.html").read_text()
-    # The same result with one layer in memory at a time.
-    monkeypatch.setattr(probe, "_FEATURE_BYTES", 1)
-    again = train(path, tmp_path / "again", sizes=SMALL | {"layers": (0, 2)}, probe=True)["probe"]
-    assert again["val_auroc_by_layer"][::2] == values[::2] and again["test"] == results["probe"]["test"]
+def test_the_probe_may_hold_one_layer_at_a_time(labeled, monkeypatch):
+    with tracestore.open(labeled) as store:
+        targets = store.targets()
+        split = make_split(store, targets, 0)
+        expected = probe.run_probe(store, split, targets, 0)
+        monkeypatch.setattr(probe, "_FEATURE_BYTES", 1)
+        np.testing.assert_equal(probe.run_probe(store, split, targets, 0), expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"seeds": 2}, {"folds": 2}])

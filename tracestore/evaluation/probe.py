@@ -1,6 +1,5 @@
 """The baseline: logistic regression on the last token of one layer."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 
 from tracestore.data.loader import TraceLoader
 from tracestore.detectors.logistic import fit_linear
-from tracestore.errors import TrainingError
 from tracestore.evaluation.evaluate import evaluate_split
 from tracestore.evaluation.metrics import auroc, fit_temperature, youden_threshold
 from tracestore.evaluation.store_split import Split
@@ -62,8 +60,6 @@ def _by_layer(store: TraceStore, split: Split) -> Iterator[dict[str, np.ndarray]
 def run_probe(store: TraceStore, split: Split, targets: np.ndarray, seed: int) -> dict[str, Any]:
     """Fit one probe per layer on the training split, select the layer on validation, and test it once.
 
-    Layers with NaN or infinite values are skipped.
-
     Parameters
     ----------
     store : TraceStore
@@ -76,28 +72,18 @@ def run_probe(store: TraceStore, split: Split, targets: np.ndarray, seed: int) -
     Returns
     -------
     dict
-        The keys of `evaluate_split`, best_val_auroc, layer, and val_auroc_by_layer, which is
-        NaN for skipped layers.
-
-    Raises
-    ------
-    TrainingError
-        All layers hold NaN or infinite values.
+        The keys of `evaluate_split`, best_val_auroc, layer and val_auroc_by_layer.
     """
     y = {name: (targets[indices] >= 0.5).astype(int) for name, indices in split.indices.items()}
     best: tuple[float, int, np.ndarray, np.ndarray] | None = None
     by_layer = []
     for layer, x in enumerate(_by_layer(store, split)):
-        if not all(np.isfinite(features).all() for features in x.values()):
-            by_layer.append(math.nan)
-            continue
         model = fit_linear(x["train"], y["train"], INVERSE_REGULARIZATION, **_PRECISION)
         val = model.logits(x["val"])
         by_layer.append(auroc(y["val"], val))
         if best is None or by_layer[-1] > best[0]:
             best = (by_layer[-1], layer, val, model.logits(x["test"]))
-    if best is None:
-        raise TrainingError("the probe found no layer without NaN or infinite values; --no-probe leaves it out")
+    assert best is not None, "a store has layers"
     _, layer, val, test = best
     threshold, temperature = youden_threshold(y["val"], val), fit_temperature(y["val"], val)
     return {

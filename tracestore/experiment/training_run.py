@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -178,8 +179,7 @@ class _Experiment:
         """
         options, seed = self.options, self.options.config.seed
         self._log_counts()
-        if options.has_graph_models:
-            _check_finite(self.store, self.splits[0])
+        _check_finite(self.store, self.splits)
         self._train_all(start)
         if not self.ranks.is_rank_zero:
             return self.results
@@ -322,12 +322,12 @@ def _log_run(log: Log, run: folds.TrainingRun, text: str) -> None:
     log(f"{run}: {text}")
 
 
-def _check_finite(store: TraceStore, split: Split) -> None:
-    """Raise TrainingError where a trace is not finite: a NaN attention weight would silently be no edge."""
-    nonfinite = store.has_nonfinite
-    for indices in split.indices.values():
-        for index in indices[nonfinite[indices]]:
-            raise TrainingError(
-                f"the trace of question {store.question_ids[int(index)]!r} holds NaN or infinite values "
-                f"({int(nonfinite.sum())} such traces in the store); --drop-nonfinite leaves them out"
-            )
+def _check_finite(store: TraceStore, splits: Sequence[Split]) -> None:
+    """Raise TrainingError where a trace of the splits holds NaN or infinite values, also where no detector reads them."""
+    used = np.unique(np.concatenate([indices for split in splits for indices in split.indices.values()]))
+    wrong = used[store.has_nonfinite[used]]
+    if len(wrong):
+        raise TrainingError(
+            f"the trace of question {store.question_ids[int(wrong[0])]!r} holds NaN or infinite values "
+            f"({plural(len(wrong), 'such trace')}); --drop-nonfinite leaves them out"
+        )

@@ -1,7 +1,6 @@
 """report.html of a training run."""
 
 import datetime
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -231,12 +230,10 @@ def _layers(entries: Mapping[str, Any]) -> Html:
     values = entries.get(PROBE_NAME, {}).get("val_auroc_by_layer", [])
     if not values:
         return Html("")
-    skipped = [str(k) for k, value in enumerate(values) if value is None or math.isnan(value)]
     figure = plot(
         "Logistic probe by layer", [Series(PROBE_NAME, range(len(values)), values, has_marks=True)], x_label="layer",
         y_label="AUROC on validation", is_integer_x=True, references=[("chance", "y", 0.5)],
-        note="The probe is tested with its best layer."
-        + (f" Left out, because values are not finite: layer {', '.join(skipped)}." if skipped else ""),
+        note="The probe is tested with its best layer.",
     )  # fmt: skip
     return _plots([figure])
 

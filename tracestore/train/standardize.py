@@ -55,7 +55,7 @@ def fit_standardizer(
         ranks.abort_all(
             TrainingError(
                 f"the trace of question {wrong[0]!r} holds NaN or infinite values ({len(wrong)} such training traces): "
-                "leave it out with --drop-nonfinite, or train with --no-standardize"
+                "--drop-nonfinite leaves them out"
             )
         )
     total, squares, count = ranks.all_reduce_sum(torch.from_numpy(sums))
