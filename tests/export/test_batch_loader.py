@@ -143,6 +143,30 @@ def test_a_subset_has_batches_of_its_sources(data, tmp_path):
     with tracestore.open(tmp_path / "s.zarr") as store:
         loader = tracestore.TraceBatchLoader(store[[6, 1, 0]])
         found = [[trace["question_id"] for trace in batch] for batch in loader.iter_batches()]
-        assert found == [["q1", "q0"], ["q6"]]
+        assert found == [["q6"], ["q1", "q0"]]
         assert repr(loader) == f"TraceBatchLoader({str(store.path)!r}, 2 batches)"
         assert tracestore.TraceBatchLoader(store).get_total_traces() == len(store)
+
+
+@pytest.mark.parametrize(
+    "chosen", [slice(None), slice(None, None, -1), [7, 2, 7], [9, 0, 8, 0, 3, 11, 3], [0, 0], [], [11, 10, 6, 5, 4, 3]]
+)
+@pytest.mark.parametrize("num_files", [0, 2, 4])
+def test_a_subset_keeps_its_order(tmp_path, num_files, chosen):
+    traces, path = make_traces(12), tmp_path / "s.zarr"
+    for k in range(num_files):
+        write_pickle(tmp_path / f"in/{k}.pkl", traces[2 * k : 2 * k + 2])
+    if num_files:
+        convert(tmp_path / "in", path)
+    with tracestore.create(path, append=num_files > 0) as writer:
+        for trace in traces[2 * num_files :]:
+            writer.append(trace)
+    with tracestore.open(path) as store:
+        subset = store[chosen]
+        loader = tracestore.TraceBatchLoader(subset)
+        assert [trace["question_id"] for trace in loader.iter_traces()] == list(subset.question_ids)
+        assert loader.get_total_traces() == len(subset) == sum(map(len, loader.iter_batches()))
+        assert all(info["num_traces"] > 0 for info in loader.get_batch_info())
+        if len(subset) and list(subset.indices) == sorted(subset.indices) and len(set(subset.indices)) == 12:
+            whole = tracestore.TraceBatchLoader(store)
+            assert whole.get_batch_info() == loader.get_batch_info()

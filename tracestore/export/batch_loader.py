@@ -32,7 +32,8 @@ class TraceBatchLoader:
     """The traces of a folder of files, or of a store, as dicts of the pickle schema.
 
     A batch is a file of the folder, or the traces of a store that came from one file. Traces that a
-    program appended to a store form batches of 500. Files are parsed as data: no code in them runs,
+    program appended to a store form batches of 500. A subset keeps its order: there a batch is a run of
+    traces of one file, or of appended ones. Files are parsed as data: no code in them runs,
     and only the current trace takes memory. Arrays are NumPy's, read-only views of the mapped file
     where it is not compressed; bfloat16 gives torch tensors. Each dict has a question_id. For a
     store of head-averaged attention, `attentions` is a list of L arrays (1, S, S).
@@ -192,16 +193,24 @@ def _store_batches(traces: TraceStore | TraceSubset) -> list[_Batch]:
 
         return _Batch(name, num_bytes, read, partial(trace_dict, store), len(indices))
 
-    batches, appended = [], [np.zeros(0, np.int64)]
-    for number, indices, _ in by_source(store, traces.indices):
-        source = store.internals.index.source(number)
-        if source.size > 0:
+    index, batches, num_appended = store.internals.index, [], 0
+    sizes = np.array([source.size for source in index.sources()], np.int64)
+    owners = np.asarray(index.read_column("source"))[traces.indices]
+    if isinstance(traces, TraceSubset):  # a batch ends where the next trace of the subset is of another file
+        cuts = np.flatnonzero(np.diff(np.where(sizes[owners] > 0, owners, -1))) + 1
+        groups = [(int(owners[i[0]]), traces.indices[i]) for i in np.split(np.arange(len(owners)), cuts) if len(i)]
+    else:
+        groups = [(k, indices) for k, indices, _ in by_source(store, traces.indices) if sizes[k] > 0]
+        appended = np.flatnonzero(sizes[owners] == 0)  # each of them is a source of its own
+        groups += [(int(owners[appended[0]]), appended)] if len(appended) else []
+    for number, indices in groups:
+        if sizes[number] > 0:
+            source = index.source(number)
             batches.append(batch(source.path, source.size, indices))
-        else:  # each trace that a program appended is a source of its own
-            appended.append(indices)
-    rest = np.concatenate(appended)
-    for number, begin in enumerate(range(0, len(rest), TRACES_PER_FILE)):
-        batches.append(batch(f"appended_{number:04d}", 0, rest[begin : begin + TRACES_PER_FILE]))
+            continue
+        for begin in range(0, len(indices), TRACES_PER_FILE):
+            batches.append(batch(f"appended_{num_appended:04d}", 0, indices[begin : begin + TRACES_PER_FILE]))
+            num_appended += 1
     return batches
 
 
