@@ -156,12 +156,18 @@ def test_malformed_splits_are_refused(labeled, tmp_path, text):
             train(labeled, tmp_path / name, replace(CONFIG, resume=True), **options)
 
 
-@pytest.mark.long
-def test_history_covers_the_epochs_that_all_folds_have(labeled, tmp_path):
-    train(labeled, tmp_path, replace(CONFIG, epochs=3), folds=2)
-    (tmp_path / "fold-1/seed-42/lstm_solo/last.pt").unlink()
-    results = train(labeled, tmp_path, replace(CONFIG, resume=True), folds=2)
-    assert len(results["models"]["lstm_solo"]["history"]["train_loss"]) == 1
+@pytest.mark.parametrize(("names", "options"), [(("lstm_solo", "lstm_solo_v0"), {}), (("lstm_solo",), {"folds": 2})])
+def test_resume_has_no_fewer_epochs_than_the_run(labeled, tmp_path, names, options):
+    train(labeled, tmp_path, replace(CONFIG, epochs=3), **options)
+    before = (tmp_path / "results.json").read_bytes()
+    for epochs in (1, 2):
+        with pytest.raises(UsageError, match=r"last.pt was trained for more than .*: pass --epochs 3 or more"):
+            train(
+                labeled, tmp_path, replace(CONFIG, epochs=epochs, resume=True), names=names, overwrite=False, **options
+            )
+        assert (tmp_path / "results.json").read_bytes() == before
+    results = train(labeled, tmp_path, replace(CONFIG, epochs=4, resume=True), overwrite=False, **options)
+    assert results["config"]["epochs"] == len(results["models"]["lstm_solo"]["history"]["train_loss"]) == 4
 
 
 def test_no_memory_to_load_a_checkpoint(labeled, tmp_path, monkeypatch):

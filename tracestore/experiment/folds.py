@@ -183,6 +183,4 @@ def aggregate_runs(entries: list[tuple[int, int, dict[str, Any]]], seed: int) ->
 
 
 def _mean_by_epoch(curves: list[list[float]]) -> list[float]:
-    # A resumed run may hold trainings that had finished with more epochs: the common ones count.
-    epochs = min(map(len, curves))
-    return np.mean([curve[:epochs] for curve in curves], axis=0).tolist()  # type: ignore[no-any-return]
+    return np.mean(curves, axis=0).tolist()  # type: ignore[no-any-return]

@@ -52,6 +52,7 @@ from tracestore.train.model_runner import ModelRunner, SplitScores, score_split
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.signals import StopReason, StopSignals
 from tracestore.train.standardize import fit_standardizer
+from tracestore.words import plural
 
 # Attributes that hold memory; _setup() creates them.
 _LARGE_ATTRIBUTES = ("runner", "model", "feed", "guard", "checkpointed")
@@ -222,6 +223,10 @@ class Trainer:
             return TrainState(), None
         try:
             state = self.checkpointed.load_state_dict(saved)
+            if (trained := state.epoch + (state.batch > 0)) > self.config.epochs:
+                raise UsageError(
+                    f"was trained for more than {plural(self.config.epochs, 'epoch')}: pass --epochs {trained} or more"
+                )
             if saved.get("result") is not None and state.epoch >= self.config.epochs:
                 best, logits = finished_test(saved, len(self.split.indices["test"]))
                 return state, self._result(state, best, logits)
