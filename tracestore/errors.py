@@ -61,7 +61,9 @@ class UnknownTraceError(UsageError, KeyError):
 
     def __str__(self) -> str:
         question_id, *sample = self.args
-        return f"no such id: {question_id}{f', sample {sample[0]}' if sample else ''}"
+        text = str(question_id)
+        shown = text if text == text.strip() != "" else repr(text)  # a blank at an end is part of the id
+        return f"no such id: {shown}{f', sample {sample[0]}' if sample else ''}"
 
 
 class MissingFieldError(UsageError):

@@ -220,10 +220,10 @@ def test_the_split_is_that_of_training(sampled, by):
 
 def test_a_split_by_a_column_keeps_its_values_together(tmp_path):
     traces = [make_trace(k, tokens=1) for k in range(60)]
-    path = write_store(tmp_path / "s.zarr", traces, score=lambda k: k % 2, group=lambda k: f"g{k // 30}")
+    path = write_store(tmp_path / "s.zarr", traces, score=lambda k: k % 2, group=lambda k: f"g{k // 10}")
     with tracestore.open(path) as store:
         by_group = [set(part.to_pandas()["group"]) for part in store.split()]
-        assert sum(map(len, by_group)) == 2, "two groups"
+        assert sum(map(len, by_group)) == 6, "six groups"
         by_tokens = store.split(by="question_id", seed=1)
         assert [len(part) for part in by_tokens] == [44, 8, 8]
         with pytest.raises(UsageError, match="found column 'topic'"):
@@ -355,6 +355,7 @@ def test_an_unknown_id_is_named_with_its_sample(store):
 
 @pytest.mark.parametrize(("error", "text", "code"), [
     (UnknownTraceError("q7"), "no such id: q7", 2), (UnknownTraceError("a b", 2), "no such id: a b, sample 2", 2),
+    (UnknownTraceError("q7 "), "no such id: 'q7 '", 2), (UnknownTraceError(""), "no such id: ''", 2),
     (KeyError("model"), "unexpected KeyError: 'model' (TRACESTORE_DEBUG=1 shows where)", 1),
     (KeyError(), "unexpected KeyError: (TRACESTORE_DEBUG=1 shows where)", 1),
 ])  # fmt: skip
@@ -374,3 +375,27 @@ def test_a_subset_of_several_stores_finds_each_trace_of_a_key(tmp_path):
         for subset, absent in ((both[2:4], ("q1",)), (both, ("q1", 1)), (both[3:], ("q9",))):
             with pytest.raises(UnknownTraceError):
                 subset.index_of(*absent)
+
+
+@pytest.mark.parametrize(
+    ("by", "options", "empty"),
+    [
+        (None, {}, "val and test"),
+        ("group", {}, "val and test"),
+        ("sample", {}, "val and test"),
+        ("group", {"train": 0.5, "test": 0.5}, "test"),
+        ("question_id", {}, None),
+        ("group", {"train": 1}, None),
+    ],
+)
+def test_a_part_of_a_split_without_traces_is_an_error(tmp_path, by, options, empty):
+    path = write_store(tmp_path / "s.zarr", make_traces(12), score=lambda k: k % 2, group="all")
+    with tracestore.open(path) as store:
+        for traces in (store, store[2:]):
+            if empty is None:
+                assert sum(map(len, traces.split(by=by, **options))) == len(traces)
+                continue
+            with pytest.raises(UsageError, match=f"no trace for {empty}: the split keeps"):
+                traces.split(by=by, **options)
+            with pytest.raises(UsageError, match="no trace for test: the split keeps"):
+                traces.train_test_split(by=by)

@@ -106,7 +106,7 @@ class FolderTarget(HasWritingFolder):
             except FileNotFoundError:
                 raise UsageError(f"{self.path}: the parent folder does not exist") from None
         if classify_folder(self.path) is FolderKind.STORE and not (self._exist_ok or self._overwrite):
-            raise UsageError(f"{self.path}: the store exists (overwrite=True replaces it)")
+            raise UsageError(f"{self.path}: the store exists (append=True adds traces, overwrite=True replaces it)")
         return False
 
     @contextlib.contextmanager

@@ -278,7 +278,8 @@ class TraceCollection(ABC):
         TrainingError
             If no trace has a label or a score.
         UsageError
-            If there is no such column, the fractions do not add up to 1, or the default threshold does not fit.
+            If there is no such column, the fractions do not add up to 1, a part with a fraction would be empty, or the
+            default threshold does not fit.
 
         Examples
         --------
@@ -359,7 +360,14 @@ class TraceCollection(ABC):
             seed,
             fractions,
         )
-        return {name: self._subset(labeled[names == name]) for name in SPLITS}
+        parts = {name: self._subset(labeled[names == name]) for name in SPLITS}
+        if empty := [name for name in SPLITS if fractions[name] > 0 and not len(parts[name])]:
+            what = "questions or groups" if by in (None, "question") else f"values of {by}"
+            raise UsageError(
+                f"{self.path}: no trace for {' and '.join(empty)}: the split keeps {what} together, and there are too few; "
+                'choose fewer parts, such as train=0.5, test=0.5, or another `by`, such as by="question_id"'
+            )
+        return parts
 
     # Tables
 

@@ -67,7 +67,7 @@ class RemoteTarget(HasWritingFolder):
         if not numbers and set(self._object_store.list_names()) - _OWN_NAMES:
             raise UsageError(f"{self.location}: holds other objects and is not a store")
         if numbers and not self._exist_ok and not self._overwrite:
-            raise UsageError(f"{self.location}: the store exists (overwrite=True replaces it)")
+            raise UsageError(f"{self.location}: the store exists (append=True adds traces, overwrite=True replaces it)")
         with fsio.map_os_errors(self.path):
             fsio.makedirs(self.path)
             remove_abandoned(self.path)
