@@ -52,7 +52,6 @@ from tracestore.train.model_runner import ModelRunner, SplitScores, score_split
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.signals import StopReason, StopSignals
 from tracestore.train.standardize import fit_standardizer
-from tracestore.words import plural
 
 # Attributes that hold memory; _setup() creates them.
 _LARGE_ATTRIBUTES = ("runner", "model", "feed", "guard", "checkpointed")
@@ -225,7 +224,7 @@ class Trainer:
             state = self.checkpointed.load_state_dict(saved)
             if (trained := state.epoch + (state.batch > 0)) > self.config.epochs:
                 raise UsageError(
-                    f"was trained for more than {plural(self.config.epochs, 'epoch')}: pass --epochs {trained} or more"
+                    f"was trained for more than --epochs {self.config.epochs}: pass --epochs {trained} or more"
                 )
             if saved.get("result") is not None and state.epoch >= self.config.epochs:
                 best, logits = finished_test(saved, len(self.split.indices["test"]))
