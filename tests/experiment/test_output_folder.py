@@ -161,7 +161,7 @@ def test_resume_has_no_fewer_epochs_than_the_run(labeled, tmp_path, names, optio
     train(labeled, tmp_path, replace(CONFIG, epochs=3), **options)
     before = (tmp_path / "results.json").read_bytes()
     for epochs in (1, 2):
-        with pytest.raises(UsageError, match=r"last.pt was trained for more than .*: pass --epochs 3 or more"):
+        with pytest.raises(UsageError, match=r"last.pt has more epochs than .*: pass --epochs 3 or more"):
             train(
                 labeled, tmp_path, replace(CONFIG, epochs=epochs, resume=True), names=names, overwrite=False, **options
             )

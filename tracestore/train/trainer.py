@@ -223,9 +223,7 @@ class Trainer:
         try:
             state = self.checkpointed.load_state_dict(saved)
             if (trained := state.epoch + (state.batch > 0)) > self.config.epochs:
-                raise UsageError(
-                    f"was trained for more than --epochs {self.config.epochs}: pass --epochs {trained} or more"
-                )
+                raise UsageError(f"has more epochs than {self.config.epochs}: pass --epochs {trained} or more")
             if saved.get("result") is not None and state.epoch >= self.config.epochs:
                 best, logits = finished_test(saved, len(self.split.indices["test"]))
                 return state, self._result(state, best, logits)
