@@ -36,12 +36,27 @@ def test_round_trip(path, tmp_path, monkeypatch):
     write_store(tmp_path / "own.zarr", make_traces(6), score=lambda k: k % 2)
     with tracestore.open(tmp_path / "one.zarr") as found, tracestore.open(tmp_path / "own.zarr") as own:
         assert read_all(found) == read_all(own) and found.group(0) == "g"
-    with pytest.raises(UsageError, match="row 0: no tokens"):
+    with pytest.raises(UsageError, match="row 0: no hidden_states"):
         from_datasets(
-            datasets.Dataset.from_list([{k: v for k, v in plain[0].items() if k != "tokens"}]), tmp_path / "x"
+            datasets.Dataset.from_list([{k: v for k, v in plain[0].items() if k != "hidden_states"}]), tmp_path / "x"
         )
     with pytest.raises(InvalidInputError):
         from_datasets(datasets.Dataset.from_list([plain[0] | {"tokens": [1, 2, 3]}]), tmp_path / "y")
+
+
+@pytest.mark.parametrize("absent", [(), ("tokens_decoded",), ("tokens", "tokens_decoded")])
+def test_traces_without_ids_or_texts_of_tokens_come_back(tmp_path, monkeypatch, absent):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    from tracestore.bridges.huggingface import from_datasets, to_datasets
+
+    traces = [{name: value for name, value in trace.items() if name not in absent} for trace in make_traces(3)]
+    with tracestore.open(write_store(tmp_path / "own.zarr", traces)) as own:
+        rows = to_datasets(own, ("hidden_states",))
+        assert from_datasets(rows, tmp_path / "new.zarr", attention="none") == 3
+        for one, two in zip(own, tracestore.open(tmp_path / "new.zarr"), strict=True):
+            assert np.array_equal(one.hidden_states, two.hidden_states)
+            assert (one.tokens is None) == (two.tokens is None) and one.tokens_decoded == two.tokens_decoded
 
 
 def test_a_new_store_at_the_same_path_is_not_read_from_the_cache(tmp_path, monkeypatch):

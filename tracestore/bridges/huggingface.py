@@ -29,7 +29,7 @@ ARRAYS: tuple[Array, ...] = get_args(Array)
 _TYPES = {"question_id": "string", "sample": "int64", "label": "float64", "group": "string", "num_tokens": "int64"}
 _TYPES |= {"has_nonfinite": "bool", "question": "string", "answer": "string"}
 # Fields of the pickle schema that from_datasets needs as columns.
-_REQUIRED = ("question_id", "hidden_states", "tokens")
+_REQUIRED = ("question_id", "hidden_states")
 
 
 def to_datasets(store: TraceStore | TraceSubset, arrays: Sequence[Array] = ("last_token",)) -> "datasets.Dataset":
@@ -85,10 +85,9 @@ def to_datasets(store: TraceStore | TraceSubset, arrays: Sequence[Array] = ("las
             row = {name: getattr(trace, name) for name in _TYPES} | {score: trace.score}
             row |= {f"score_{name}": trace.scores.get(name, math.nan) for name in others}
             row["source"], row["source_position"] = trace.source
-            tokens = trace.tokens
             row = {name: without_surrogates(value) for name, value in row.items()}
-            row["tokens"] = [] if tokens is None else tokens.tolist()
-            row["tokens_decoded"] = without_surrogates(trace.tokens_decoded or [])
+            row["tokens"] = None if trace.tokens is None else trace.tokens.tolist()
+            row["tokens_decoded"] = without_surrogates(trace.tokens_decoded) if trace.tokens_decoded else None
             for name in arrays:
                 dtype = whole.attention_dtype if name == "attention" else whole.hidden_dtype
                 array = schema.as_float32(getattr(trace, f"{name}_bits"), dtype)
@@ -133,8 +132,8 @@ def from_datasets(
     Parameters
     ----------
     rows : datasets.Dataset or datasets.IterableDataset
-        Required columns are question_id, hidden_states (L, S, D), tokens (T,) and, unless
-        `attention` is "none", attentions (L, H, S, S). Optional ones are tokens_decoded, question,
+        Required columns are question_id, hidden_states (L, S, D) and, unless `attention` is "none",
+        attentions (L, H, S, S). Optional ones are tokens (T,), tokens_decoded, question,
         answers, score or hallucination_score, score_NAME, label, group and others, which are kept as extras.
     path : str or PathLike
         The new store.
@@ -202,7 +201,8 @@ def _trace_of_row(trace: dict[str, Any]) -> dict[str, Any]:
     for name in ("hidden_states", "attentions"):
         if name in trace:
             trace[name] = [np.asarray(layer, "f4") for layer in trace[name]]
-    trace["tokens"] = np.asarray(trace["tokens"])
+    if "tokens" in trace:
+        trace["tokens"] = np.asarray(trace["tokens"])
     # `tracestore export --format datasets` writes these as JSON.
     if isinstance(trace.get("spans"), str):
         trace["spans"] = decode_list(trace["spans"])
