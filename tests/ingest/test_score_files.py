@@ -80,6 +80,8 @@ def test_scores_without_ids_are_refused(tmp_path, name):
         ("rougeL", SCORES, SCORES, "correct"),
         ("Exact Match", [1, 0, 1], [1, 0, 1], "correct"),
         ("hallucinated", ["True", "False", "yes"], [1, 0, 1], "hallucination"),
+        ("Halluc Label", [0, 1, 1], [0, 1, 1], "hallucination"),
+        ("is_hal", ["no", "YES", "true"], [0, 1, 1], "hallucination"),
         ("is_correct", ["no", "YES", "true"], [0, 1, 1], "correct"),
         ("verdict", ["CORRECT", "incorrect", "Wrong."], [1, 0, 0], "correct"),
         ("is_hallucination", ["hallucinated", "faithful", "1"], [1, 0, 1], "hallucination"),

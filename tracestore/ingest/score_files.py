@@ -17,6 +17,7 @@ from tracestore.ingest.tree import Array, Group, Items, Value
 from tracestore.store.format.labels import DEFAULT_SCORE_NAME, PREDICTION_COLUMNS, STORE_COLUMN, is_prediction
 from tracestore.store.io.fsio import open_regular
 from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES, SYNONYMS
+from tracestore.store.vocabulary import direction_of as direction_of_name
 
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 # Columns of the question ids, by their normalized names; the first one of a table counts.
@@ -56,7 +57,7 @@ def score_name(column: str) -> str:
 
 def direction_of(column: str) -> str | None:
     """Return what a high value of a column or key of this name means; None if that is not known."""
-    return SCORES.get(normalized(column))
+    return direction_of_name(normalized(column))
 
 
 def ambiguous_direction(column: str, where: str = "") -> UsageError:
@@ -107,6 +108,7 @@ def score_columns_of(header: Sequence[str], name: str | None = None) -> list[str
     """Return the columns that may hold the scores, one that is called `name` included; several are ambiguous."""
     found = _by_name(header)
     known = [found[name] for name in SCORES if name in found]
+    known += [column for name, column in found.items() if name not in SCORES and direction_of_name(name)]
     # Next to a column called score those of metrics are further scores, as in the files that extract writes.
     # A judgment is none of them.
     if any(normalized(name) in PRIMARY_SCORES for name in known):

@@ -1,5 +1,7 @@
 """The fields of a trace: one table for the dicts that `tracestore.create` and `tracestore convert` take.
 
+One module of over 400 lines: the tables of names, which have to agree, are read together.
+
 `store.write.record` checks a trace by it, readers of files name what they find by it, docs/fields.md lists it.
 """
 
@@ -91,6 +93,11 @@ _CORRECT = (
 )
 JUDGMENTS = ("is_correct", "is_hallucinated")
 SCORES = PRIMARY_SCORES | dict.fromkeys(_HALLUCINATION, HALLUCINATION) | dict.fromkeys(_CORRECT, CORRECT)
+# Words of names for a hallucination, and those that may be next to one: others, as in no_halluc, may say the opposite.
+_OF_HALLUCINATION = re.compile(r"hall?uc(in?|inat(e[sd]?|ing|ions?|ory)?)?|hall?u|hal")
+_BESIDE_HALLUCINATION = frozenset(
+    ("is", "has", "contains", "label", "labels", "flag", "y", "score", "p", "prob", "gold", "human", "any")
+)
 
 _STATES = (
     Field("hidden_states", FLOATS, "L S D", "hidden states; L + 1 with the embeddings in front", "array", "or last_token"),
@@ -184,11 +191,16 @@ _QUESTION_ID = re.compile(
 
 # Words of judges: whether the answer is correct; and those whose meaning is that of the name.
 WORDS = {
-    **dict.fromkeys(("correct", "right", "accurate", "truthful", "factual", "faithful", "supported"), True),
-    **dict.fromkeys(("incorrect", "wrong", "inaccurate", "untruthful", "unfaithful", "unsupported"), False),
-    **dict.fromkeys(("hallucination", "hallucinated", "hallucinating", "hallu"), False),
+    **dict.fromkeys(("correct", "right", "accurate", "truthful", "factual", "faithful", "supported", "grounded"), True),
+    **dict.fromkeys(
+        ("incorrect", "wrong", "inaccurate", "untruthful", "unfaithful", "unsupported", "ungrounded"), False
+    ),
+    **dict.fromkeys(("hallucination", "hallucinated", "hallucinating", "hallu", "halluc"), False),
     **dict.fromkeys(("not hallucinated", "not_hallucinated"), True),
 }
+# Words of folders of which each has a class; the others in their names, as in yes_hallucination, may say of what.
+CLASSES = {**dict.fromkeys(("yes", "true", "1", "pos", "positive"), True)}
+CLASSES |= dict.fromkeys(("no", "false", "0", "neg", "negative"), False)
 _YES_OR_NO = {**dict.fromkeys(("yes", "true", "y", "t"), 1.0), **dict.fromkeys(("no", "false", "n", "f"), 0.0)}
 
 
@@ -204,6 +216,37 @@ def score_of_word(text: str, direction: str | None) -> float | None:
     if word in WORDS:
         return float(WORDS[word] == (direction != HALLUCINATION))
     return None if direction is None else _YES_OR_NO.get(word)
+
+
+def direction_of(name: str) -> str | None:
+    """Return what a high value under a name means, in lower case with underscores; None if no word says it.
+
+    Examples
+    --------
+    >>> direction_of("is_correct"), direction_of("halluc_label"), direction_of("no_halluc")
+    ('correct', 'hallucination', None)
+    """
+    others = [word for word in name.split("_") if not is_hallucination(word)]
+    is_said = len(others) == name.count("_") and _BESIDE_HALLUCINATION.issuperset(others)
+    return SCORES.get(name, HALLUCINATION if is_said else None)
+
+
+def is_class_correct(name: str) -> bool | None:
+    """Return whether the answers of a class of this name are correct; None if no word says it.
+
+    Examples
+    --------
+    >>> is_class_correct("grounded"), is_class_correct("non-hallucinated"), is_class_correct("Hal")
+    (True, True, False)
+    """
+    word = re.sub(r"[\W_]+", "_", name.lower())
+    bare = re.sub("^(not|non|no|un)_?(?=hal)", "", word)
+    return bare != word if is_hallucination(bare) else WORDS.get(word)
+
+
+def is_hallucination(word: str) -> bool:
+    """Return whether a word of a name, in lower case, stands for a hallucination: halluc, hallucinates, hal."""
+    return _OF_HALLUCINATION.fullmatch(word) is not None
 
 
 def split_fields(trace: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -246,7 +289,8 @@ def _plan(keys: tuple[Any, ...]) -> tuple[list[str], list[str], list[tuple[str, 
 def is_named_as_verdict(key: str) -> bool:
     """Return whether a key that is no field looks like a label or score by its name."""
     name = key.lower()
-    return _VERDICT_NAME.search(name) is not None and _NO_VERDICT.search(name) is None
+    is_said = _VERDICT_NAME.search(name) is not None and _NO_VERDICT.search(name) is None
+    return is_said or (name not in SCORES and direction_of(name) is not None)
 
 
 def is_question_id(key: str) -> bool:
@@ -289,8 +333,8 @@ last_token: last token hidden, last token hidden states, last token hidden state
   token, last tok, last token embedding, last token vector, last token activations, final token hidden states, eos
   token hidden states, last token state
 attentions: attention, attn, attns, att, attention weights, attn weights, attention maps, attention map, attention
-  probs, decoder attentions, attention matrix
-tokens: token ids, tok, token, ids of tokens, token id, tok id, tok ids, prompt ids, answer ids, response ids, output
+  probs, attn probs, decoder attentions, attention matrix
+tokens: token ids, tok, toks, token, ids of tokens, token id, tok id, tok ids, prompt ids, answer ids, response ids, output
   ids, prompt token ids, generated ids, output token ids, generated token ids, sequence
 tokens_decoded: tokens, str tokens, token strs, token texts, token strings, words, token, tok, toks
 question_id: qid, id, ids, uid, uuid, example id, example ids, sample id, doc id, prompt id, row id, request id, trace
@@ -302,7 +346,7 @@ question: prompt, query, instruction, statement, statements, questions, prompts,
 generated_answer: response, completion, prediction, generation, output, output text, reply, model answer, answers,
   responses, generated, completions, model output, pred, text, content, predicted answer
 prompt_length: prompt len, prompt lens, prompt lengths, prompt tokens, num prompt tokens, n prompt tokens, n prompt, prompt n,
-  num prompt, input length, input len, input lens, input lengths, question length, question len, question lens
+  num prompt, input length, input len, input lens, input lengths, question length, question len, question lens, context len
 S.mask: attention mask, mask, attn mask, padding mask
 S.lengths: length, lengths, seq lens, seq len, seq lengths, seqlens, num tokens, lens, n tokens,
   token count, token counts, total tokens, valid tokens, num valid tokens, sequence length, sequence lengths, sequence len,
@@ -363,6 +407,7 @@ numbers of rows: row, index, idx, slot, position, pos
 settings: config, settings, args, metadata, metrics, index, state, info, dataset, manifest, hparams, params,
   layout
 traces: sample, question, example, doc, prompt, trace, item, row, ep, episode, request, answer, response
+nothing: a, c, e, f, i, j, m, r, s, t, arr, array, data, dataset, tensor, default
 plain: model, transformer, data, results, result, meta, metadata, info, file
 """
 

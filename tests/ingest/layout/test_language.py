@@ -113,6 +113,33 @@ def test_a_key_of_the_same_or_of_no_direction_is_taken(field, key):
     assert field in parse_layout(STATES | {field: f"a.csv : []/{key}"}).addresses
 
 
+WORDS = (
+    *("hal", "hallu", "halu", "halluc", "halluci", "hallucin", "hallucinate", "hallucinates", "hallucinated"),
+    *("hallucinating", "hallucination"),
+)
+NAMES = [form.format(word) for word in (*WORDS, "hallucinations") for form in ("{}", "is_{}", "{}_label", "{} Flag")]
+
+
+@pytest.mark.parametrize("key", [*NAMES, "isHalluc", "p_halluc", "contains-hallucination", "halluc_score"])
+def test_each_word_for_a_hallucination_says_what_1_means(key):
+    for line in (f"a.csv : [id=q]/{key}", f"y/{key}.npy -> N"):
+        with pytest.raises(UsageError, match="name the line is_hallucinated, or state both numbers"):
+            parse_layout(STATES | {"is_correct": line})
+        assert "is_hallucinated" in parse_layout(STATES | {"is_hallucinated": line}).addresses
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("no_halluc", "not_halluc", "hallucination_free", "non-hallucinated", "halluc_vs_correct", "half", "halt"),
+        *("hallucinationfree", "hallucination_resistance", "is_no_hal", "has_no_hallucinations", "shall", "hallway"),
+    ],
+)
+@pytest.mark.parametrize("field", ["is_correct", "is_hallucinated"])
+def test_a_word_that_may_turn_the_meaning_leaves_it_to_the_line(field, key):
+    assert field in parse_layout(STATES | {field: f"a.csv : []/{key}"}).addresses
+
+
 def test_a_key_of_the_opposite_direction_needs_the_meaning_of_its_numbers(tmp_path):
     save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
     table(tmp_path / "in/t.csv", [{"index": k, "is_correct": k % 2} for k in range(3)])

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import tracestore
 from tests.ingest.execute.folders import convert, dump, save, states, table
-from tests.ingest.propose.folders import accept, proposal_of, refuse
+from tests.ingest.propose.folders import accept, check_candidates, proposal_of, refuse
 from tests.ingest.propose.test_traps import rows
 from tracestore.errors import InvalidInputError
 
@@ -33,6 +34,22 @@ def test_an_answer_next_to_other_ones_is_asked(tmp_path, key):
     text = "No." if key in ("best_generation", "possible_completion") else ["No.", "Yes."]
     dump(tmp_path / "in/a.pkl", [row | {"answer": "It is.", key: text} for row in rows()])
     refuse(tmp_path, "another text may be meant")
+
+
+@pytest.mark.parametrize(
+    ("texts", "beside", "field"),
+    [
+        (["Who?", "When was it? ", "为什么？"], {}, "question"),
+        (["Who?", "In 1990.", "Why?"], {}, "generated_answer"),
+        (["Who?", "When?", "Why?"], {"prompt": ["Ask.", "Ask me.", "Ask who."]}, "generated_answer"),
+        (["", "", ""], {}, "generated_answer"),
+    ],
+)
+@pytest.mark.parametrize("key", ["text", "content"])
+def test_texts_that_all_ask_are_questions(tmp_path, key, texts, beside, field):
+    dump(tmp_path / "in/a.pkl", rows(**beside, **{key: texts}))
+    (candidate,) = refuse(tmp_path, f"{field}: another text may be meant: {key}").candidates
+    assert candidate.layout.to_entries()[field] == f"a.pkl : [id=id]/{key}"
 
 
 @pytest.mark.parametrize("name", ["best_checkpoint/a.pkl", "correct.pkl"])
@@ -124,6 +141,22 @@ def test_ids_of_a_table_without_what_stands_in_front_of_names(tmp_path):
 def test_a_column_wrong_says_that_answers_are_wrong(tmp_path, key):
     dump(tmp_path / "in/a.pkl", [row | {"pred": "Yes.", "gold": "No."} for row in rows(**{key: [0, 1, 1]})])
     assert proposal_of(tmp_path).layout.to_entries()["is_hallucinated"] == f"a.pkl : [id=id]/{key}"
+
+
+@pytest.mark.parametrize("word", ["hal", "hallu", "halluc", "hallucin", "hallucinate", "hallucinates", "hallucination"])
+@pytest.mark.parametrize("form", ["{}", "is_{}", "{}_label", "has_{}"])
+@pytest.mark.parametrize("values", [[0, 1, 1], ["no", "yes", "yes"]])
+def test_a_word_for_a_hallucination_is_never_correctness(tmp_path, word, form, values):
+    dump(tmp_path / "in/a.pkl", rows(**{form.format(word): values}))
+    layout = proposal_of(tmp_path).layout
+    assert layout is not None and layout.directions() == {"is_hallucinated": "hallucination"}
+
+
+@pytest.mark.parametrize("key", ["no_halluc", "not_hallu", "hallucination_free", "non_hallucinated", "halluc_check"])
+def test_a_word_beside_hallucination_may_turn_its_meaning(tmp_path, key):
+    dump(tmp_path / "in/a.pkl", rows(**{key: [0, 1, 1]}))
+    found = {name for candidate in refuse(tmp_path).candidates for name in candidate.layout.directions()}
+    assert found == {"is_correct", "is_hallucinated"}
 
 
 @pytest.mark.parametrize("key", ["wrong", "inaccurate", "unfaithful"])
@@ -293,3 +326,105 @@ def test_scales_of_quantized_states_are_no_states(tmp_path):
         path.parent.mkdir(exist_ok=True)
         np.savez(path, h=np.ones((3, 4, 8), "u1"), h_scale=np.arange(3, dtype="f4"))
     assert not refuse(tmp_path, "No array of floating-point numbers is named").candidates
+
+
+def _classes(tmp_path, names, **more):
+    """Write a file per trace to a folder per class: the first and the last trace are of the first class."""
+    for k, row in enumerate(rows(**more)):
+        dump(tmp_path / f"in/{names[k % 2]}/q{k}.pkl", {name: value for name, value in row.items() if name != "id"})
+
+
+@pytest.mark.parametrize(
+    ("names", "field", "values"),
+    [
+        (("yes_hallucination", "no_hallucination"), "is_hallucinated", [1, 0, 1]),
+        (("Hallucination-No", "Hallucination-Yes"), "is_hallucinated", [0, 1, 0]),
+        (("halluc_0", "halluc_1"), "is_hallucinated", [0, 1, 0]),
+        (("is_hal_true", "is_hal_false"), "is_hallucinated", [1, 0, 1]),
+        (("hal_pos", "hal_neg"), "is_hallucinated", [1, 0, 1]),
+        (("yes_correct", "no_correct"), "is_correct", [1, 0, 1]),
+        (("grounded", "hallucinated"), "is_correct", [1, 0, 1]),
+        (("ungrounded", "grounded"), "is_correct", [0, 1, 0]),
+        (("faithful", "unfaithful"), "is_correct", [1, 0, 1]),
+        (("hallucinated", "non-hallucinated"), "is_correct", [0, 1, 0]),
+        (("no_hallucination", "hallucination"), "is_correct", [1, 0, 1]),
+        (("hal", "nohal"), "is_correct", [0, 1, 0]),
+    ],
+)
+def test_folders_of_classes_whose_words_say_it(tmp_path, names, field, values):
+    _classes(tmp_path, names)
+    proposal = proposal_of(tmp_path)
+    assert proposal.layout is not None and list(proposal.layout.directions()) == [field]
+    assert [accept(tmp_path)[f"q{k}", 0].score for k in range(3)] == values
+
+
+@pytest.mark.parametrize(
+    "names", [("true", "false"), ("no", "yes"), ("pos", "neg"), ("positive", "negative"), ("label_0", "label_1")]
+)
+def test_folders_of_classes_whose_words_do_not_say_it_are_asked(tmp_path, names):
+    _classes(tmp_path, names)
+    proposal = refuse(tmp_path, "in the names: no word says of what")
+    stores = check_candidates(tmp_path, proposal)
+    assert {name for candidate, _ in stores for name in candidate.layout.directions()} == {
+        *("is_correct", "is_hallucinated")
+    }
+    assert all(candidate.outcome.num_traces == 3 for candidate, _ in stores)
+
+
+@pytest.mark.parametrize("names", [("label_0", "label_1", "label_2"), ("yes_hallucination", "maybe_hallucination")])
+def test_folders_of_other_classes_are_left_out_or_asked_rule_22(tmp_path, names):
+    for k, row in enumerate(rows()):
+        dump(tmp_path / f"in/{names[k % len(names)]}/q{k}.pkl", row)
+    for candidate in refuse(tmp_path).candidates:
+        assert candidate.outcome.num_traces == 3 or any("left out" in line for line in candidate.describe())
+        assert "={verdict}" not in str(candidate.layout.to_entries())
+
+
+@pytest.mark.parametrize("labels", [[1, 0, 1], [0, 1, 0]])
+def test_folders_of_classes_agree_with_a_column_rule_14(tmp_path, labels):
+    _classes(tmp_path, ("correct", "hallucinated"), is_correct=labels)
+    if labels == [0, 1, 0]:
+        assert not refuse(tmp_path).candidates
+    else:
+        assert set(proposal_of(tmp_path).layout.directions()) == {"is_correct", "is_hallucinated"}
+
+
+@pytest.mark.parametrize("key", ["context_length", "context_len", "contextLength"])
+@pytest.mark.parametrize("decision", [[True, False, True], [0, 1, 1]])
+def test_the_length_of_a_context_may_be_that_of_the_prompt(tmp_path, key, decision):
+    dump(tmp_path / "in/a.pkl", rows(**{key: [3, 5, 2]}))
+    table(tmp_path / "in/t.json", [{"id": f"q{k}", "decision": value} for k, value in enumerate(decision)])
+    proposal = refuse(tmp_path, "prompt_length: the length of a context may be that of a window or of a document")
+    stores = check_candidates(tmp_path, proposal)
+    assert [list(one.layout.directions()) for one, _ in stores] == [["is_correct"], ["is_hallucinated"]]
+    for candidate, path in stores:
+        assert candidate.layout.to_entries()["prompt_length"] == f"a.pkl : [id=id]/{key}"
+        assert "S.lengths" not in candidate.layout.addresses
+        with tracestore.open(path) as store:
+            assert [(trace.num_tokens, trace.prompt_length) for trace in store] == [(4, 3), (6, 5), (5, 2)]
+
+
+@pytest.mark.parametrize("values", [[2048, 2048, 2048], [3, 3, 3], [4, 6, 5], [0, 2, 3], [3, 7, 2]])
+@pytest.mark.parametrize("key", ["context_length", "context_len"])
+def test_the_length_of_a_window_is_none_of_a_prompt_rule_16(tmp_path, key, values):
+    dump(tmp_path / "in/a.pkl", rows(**{key: values}))
+    assert proposal_of(tmp_path).candidates
+    for candidate in proposal_of(tmp_path).candidates:
+        assert candidate.layout.addresses.keys().isdisjoint(("prompt_length", "S.lengths"))
+
+
+def test_a_prompt_length_counts_before_the_length_of_a_context(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(prompt_len=[2, 2, 1], context_length=[3, 5, 2]))
+    entries = [one.layout.to_entries() for one in proposal_of(tmp_path).candidates]
+    assert entries and all(one["prompt_length"].endswith("/prompt_len") for one in entries)
+
+
+def test_lengths_of_contexts_of_a_stack_are_its_lengths(tmp_path):
+    hidden, tokens = states(3, 2, 6, 8), np.arange(1, 19).reshape(3, 6)
+    for k, length in enumerate((6, 4, 5)):
+        hidden[k, :, length:] = tokens[k, length:] = 0
+    found = {"hidden_states": hidden, "input_ids": tokens, "ids": ["a", "b", "c"]}
+    dump(tmp_path / "in/a.pkl", found | {"context_length": np.array([6, 4, 5])})
+    proposal = proposal_of(tmp_path)
+    assert proposal.candidates
+    assert all("S.lengths" in one.layout.addresses for one in proposal.candidates), proposal.message()

@@ -51,6 +51,34 @@ def test_values_per_token_of_the_names_of_fields(tmp_path):
         np.testing.assert_array_equal(traces[f"q{k}", 0].optional(name), found[k][name])
 
 
+@pytest.mark.parametrize(
+    "key", ["self_attn.weights", "self_attn", "self_attn.attn_weights", "attn_weights", "attn_probs", "attention_probs"]
+)
+@pytest.mark.parametrize("heads", [(3,), ()])
+def test_attention_by_the_names_of_modules(tmp_path, key, heads):
+    found = []
+    for row in rows():
+        weights = attention(2, *heads, *row.pop("attn").shape[-2:])
+        layers = {f"model.layers.{k}": layer for k, layer in enumerate(row.pop("hs"))}
+        found.append(row | layers | {f"model.layers.{k}.{key}": one for k, one in enumerate(weights)})
+    dump(tmp_path / "in/a.pkl", found)
+    traces = accept(tmp_path)
+    np.testing.assert_allclose(
+        np.array(traces["q1", 0].attention).reshape(2, -1, 6, 6)[:, 0], attention(2, 6, 6), atol=2e-3
+    )
+
+
+@pytest.mark.parametrize("key", ["a", "arr", "data", "dataset", "tensor", "t"])
+def test_the_name_of_a_file_counts_where_a_key_says_nothing(tmp_path, key):
+    found = rows()
+    for name, of_row in {"hidden_states": "hs", "attn": "attn", "input_ids": "input_ids"}.items():
+        for row in found:
+            (tmp_path / "in" / name).mkdir(exist_ok=True, parents=True)
+            np.savez(tmp_path / f"in/{name}/{row['id']}.npz", **{key: row[of_row]})
+    trace = accept(tmp_path)["q2", 0]
+    assert trace.num_tokens == 5 and trace.attention is not None and list(trace.tokens) == [5, 6, 7, 8, 9]
+
+
 def test_tokens_before_layers(tmp_path):
     found = rows()
     for row in found:

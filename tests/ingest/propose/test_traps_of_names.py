@@ -28,6 +28,50 @@ def listed(names, of_attention="layer_{}".format):
     ]
 
 
+# Outputs of modules
+
+
+@pytest.mark.parametrize("key", ["self_attn", "self_attn.output", "self_attn.weights"])
+@pytest.mark.parametrize("is_square", [True, False])
+def test_an_output_of_the_module_is_no_attention_rule_6a(tmp_path, key, is_square):
+    lengths = (8, 8, 8) if is_square else (4, 6, 5)
+    found = []
+    for n, row in enumerate(rows(lengths=lengths)):
+        row.pop("attn")
+        outputs = {f"model.layers.{k}.{key}": states(lengths[n], 8, seed=50 + n + 9 * k) for k in range(2)}
+        found.append(row | {f"model.layers.{k}": layer for k, layer in enumerate(row.pop("hs"))} | outputs)
+    dump(tmp_path / "in/a.pkl", found)
+    proposal = proposal_of(tmp_path)
+    assert proposal.candidates and f"layers.{{layer}}.{key}" in proposal.message()
+    for candidate in proposal.candidates:
+        assert "attentions" not in candidate.layout.addresses
+    assert is_square == (proposal.layout is None)
+    check_candidates(tmp_path, proposal)
+
+
+def test_square_weights_of_a_module_are_no_attention_rule_8(tmp_path):
+    found = [row | {"self_attn.q_proj.weight": attention(8, 8)} for row in rows(lengths=(8, 8, 8))]
+    dump(tmp_path / "in/a.pkl", [{k: v for k, v in row.items() if k != "attn"} for row in found])
+    assert not any("attentions" in one.layout.addresses for one in proposal_of(tmp_path).candidates)
+
+
+@pytest.mark.parametrize("name", ["attn_rollout", "attention_entropy", "attn_flow"])
+def test_the_name_of_a_file_says_no_attention_where_a_key_says_nothing_rule_8(tmp_path, name):
+    found = [(row["id"], row.pop("attn")) for row in rows()]
+    dump(tmp_path / "in/a.pkl", [{k: v for k, v in row.items() if k != "attn"} for row in rows()])
+    for question_id, weights in found:
+        (tmp_path / "in" / name).mkdir(exist_ok=True)
+        np.savez(tmp_path / f"in/{name}/{question_id}.npz", a=weights)
+    assert not any("attentions" in one.layout.addresses for one in refuse(tmp_path).candidates)
+
+
+@pytest.mark.parametrize("name", ["gold_answer", "reference_answers", "correct_response"])
+def test_the_name_of_a_file_says_a_reference_where_a_key_says_nothing_rule_13b(tmp_path, name):
+    dump(tmp_path / "in/a.pkl", rows())
+    table(tmp_path / f"in/{name}.json", {f"q{k}": {"data": f"It is {k}."} for k in range(3)})
+    assert not any("generated_answer" in one.layout.addresses for one in proposal_of(tmp_path).candidates)
+
+
 # Layers that count from the end
 
 

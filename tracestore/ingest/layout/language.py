@@ -29,7 +29,7 @@ from tracestore.ingest.layout.fields import (
 from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, NUMBER_NAMES, Pattern, is_name
 from tracestore.store.format.labels import CORRECT, HALLUCINATION
 from tracestore.store.vocabulary import COUNTED as COUNTED_WORDS
-from tracestore.store.vocabulary import JUDGMENTS, SCORES, WORDS
+from tracestore.store.vocabulary import JUDGMENTS, WORDS, direction_of
 
 _MAX_BYTES = 1 << 20
 _MAX_AXES = 4  # of states
@@ -221,7 +221,7 @@ def _check_scores(layout: Layout, where: str) -> None:
         if score_of(name) in JUDGMENTS and layout.rule(score_of(name)).direction != direction:
             raise UsageError(f"{where}: {name}: 1 means the opposite under {score_of(name)}; name it otherwise")
         key = _last_name(layout.addresses.get(name, ()))
-        means = SCORES.get(key) or (None if key not in WORDS else CORRECT if WORDS[key] else HALLUCINATION)
+        means = direction_of(key) or (None if key not in WORDS else CORRECT if WORDS[key] else HALLUCINATION)
         if name in LABELS and means not in (None, direction) and layout.settings.keys().isdisjoint(_NUMBER_WORDS):
             raise UsageError(
                 f"{where}: {name}: 1 means the opposite under {key}; name the line {JUDGMENTS[means == HALLUCINATION]}, "

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +25,16 @@ from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame, fitting, states_axes, unusual
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Case, Line
 from tracestore.store.format import schema
-from tracestore.store.vocabulary import SAYING
+from tracestore.store.format.labels import CORRECT
+from tracestore.store.vocabulary import (
+    CLASSES,
+    JUDGMENTS,
+    SAYING,
+    SCORES,
+    direction_of,
+    is_class_correct,
+    score_of_word,
+)
 
 _MAX_DRAFTS = 48
 _FIELDS = frozenset((*TEXTS, *ARRAYS, *RANGES, "question_id", "prompt_length"))
@@ -36,7 +46,7 @@ _WORDS_OF_AXES = {
     "S": frozenset(("seq", "seqlen", "len", "length", "token", "tokens", "toks")),
     "D": frozenset(("dim", "d", "width", "size", "hidden", "channels")),
 }
-_Choice = tuple[str, Line]
+_Choice = tuple[str, Line | None]
 
 
 @dataclass
@@ -182,32 +192,25 @@ class Drafter:
         used = [states, *([] if shape is None else [shape]), *(m for m in self.meanings if m.leaf in sizes)]
         choices = [*self._fields(states, identity, frame, used), *self._verdicts(identity, frame, used)]
         for chosen in itertools.product(*choices):
-            lines = dict(chosen)
+            lines = {name: line for name, line in chosen if line is not None}
+            own = [m for m in used if m.field != "attentions" or m.field in lines]
             entries: dict[str, Any] = {name: Line(address, axes).text} | {n: line.text for n, line in lines.items()}
-            entries |= {f"words.{word}": "missing" for meaning in used for word in meaning.missing}
+            entries |= {f"words.{word}": "missing" for meaning in own for word in meaning.missing}
             if shape is not None:
                 entries[f"shape.{name}"] = self.places.address(shape.leaf, identity, frame.leaf)
             if states.leaf.kind in "iv" and is_of_bits(states.leaf):
                 entries[f"dtype.{name}"] = "bfloat16"
-            if "{verdict}" in address:
-                entries["is_correct"] = "={verdict}"
             draft = Draft(entries, Case(self.places, states, identity, frame, lines, name).unproved())
             if sizes:
                 entries[f"shape.{name}"] = [self.places.address(one, identity, frame.leaf) for one in sizes]
                 order = ", ".join(one.key for one in sizes)
                 draft.unproved.append(f"{name}: no word says that the axes lie in the order {order}")
-            draft.left_out, draft.reasons, ignored = left_over(self.places, states, identity, used)
-            draft.cost, draft.contradiction = unusual(axes), self._other_order(used, identity)
+            draft.left_out, draft.reasons, ignored = left_over(self.places, states, identity, own)
+            draft.cost, draft.contradiction = unusual(axes), self._other_order(own, identity)
             if ignored:
                 entries["ignore"] = ignored
-            yield draft
-            # Next to words of one side, the only other word may be their opposite.
-            for meaning in used:
-                if len(meaning.missing) == 1 and (is_correct := meaning.is_correct_otherwise) is not None:
-                    (word,) = meaning.missing
-                    words = {f"words.{word}": is_correct == ("correct" in meaning.verdicts[0])}
-                    doubts = [*draft.unproved, f"{word}: no known word, read as the opposite of the others"]
-                    yield replace(draft, entries=entries | words, unproved=doubts)
+            for one in _with_classes(draft, address, self.places.classes(frame.leaf)):
+                yield from _with_opposites(one, own)
 
     def _other_order(self, used: list[Meaning], identity: Identity) -> str:
         """Return what says that the ids have another order than the rows that are joined in order."""
@@ -220,14 +223,15 @@ class Drafter:
     def _fields(self, states: Meaning, identity: Identity, frame: Frame, used: list[Meaning]) -> list[list[_Choice]]:
         """Return the lines that each field but the labels may have; add the leaves that have one to `used`."""
         found: dict[str, tuple[Meaning, list[Line]]] = {}
-        padded = {m.leaf.place: num for m in self.meanings if (num := self._num_padded(m, identity, frame)) is not None}
+        meanings = [self._of_context(m, identity, frame) for m in self.meanings if m is not states]
+        padded = {m.leaf.place: num for m in meanings if (num := self._num_padded(m, identity, frame)) is not None}
         # Lengths that leave out tokens come first, then leaves next to the states.
         for meaning in sorted(
-            self.meanings,
+            meanings,
             key=lambda m: (-padded.get(m.leaf.place, 0), m.leaf.files != states.leaf.files, -m.num_words, m.order),
         ):
             name = meaning.field
-            if meaning is states or name in found or name not in _FIELDS or padded.get(meaning.leaf.place, 0) < 0:
+            if name in found or name not in _FIELDS or padded.get(meaning.leaf.place, 0) < 0:
                 continue
             if name == "question_id" and not _needs_id(meaning, identity):
                 continue
@@ -236,22 +240,36 @@ class Drafter:
         has_tokens = "tokens" in found or ("tokens_decoded" in found and _is_prompt_of(found))
         found = {name: value for name, value in found.items() if not _is_superfluous(name, frame, has_tokens)}
         used += [meaning for meaning, _ in found.values()]
-        return [[(name, line) for line in lines] for name, (_, lines) in found.items()]
+        return [_choices(name, meaning, lines) for name, (meaning, lines) in found.items()]
 
     def _num_padded(self, meaning: Meaning, identity: Identity, frame: Frame) -> int | None:
         """Return how many tokens lengths of single traces leave out at most, -1 if they count others; None without."""
         if meaning.field != "S.lengths" or not {"N", "(N S)"}.isdisjoint(frame.axes):
             return None
-        leaf = self.places.with_ids(meaning.leaf, identity)
-        if "S" not in frame.axes or frame.has_passes or not SAYING["generated"].isdisjoint(words_of(leaf.key)):
+        if "S" not in frame.axes or frame.has_passes or not SAYING["generated"].isdisjoint(words_of(meaning.leaf.key)):
             return -1
-        left = [
-            (sizes["S"] or 0) - int(spot.value[0] if leaf.rank else spot.value)
+        left = [size - length for length, size in self._lengths(meaning, identity, frame)]
+        return max(left, default=-1) if min(left, default=-1) >= 0 else -1
+
+    def _lengths(self, meaning: Meaning, identity: Identity, frame: Frame) -> list[tuple[int, int]]:
+        """Return the lengths of single traces next to the sizes of S."""
+        leaf = self.places.with_ids(meaning.leaf, identity)
+        return [
+            (int(spot.value[0] if leaf.rank else spot.value), sizes.get("S") or 0)
             for spot in leaf.spots
             if spot.value not in (None, [None]) and {1}.issuperset(spot.dims)
             for sizes in frame.matching(leaf, spot)
         ]
-        return max(left, default=-1) if min(left, default=-1) >= 0 else -1
+
+    def _of_context(self, meaning: Meaning, identity: Identity, frame: Frame) -> Meaning:
+        """Return the length of a context: of a stack that of its rows, else that of a prompt, or none if it cannot be one."""
+        if meaning.field not in ("S.lengths", "prompt_length") or "context" not in words_of(meaning.leaf.key):
+            return meaning
+        if not {"N", "(N S)"}.isdisjoint(frame.axes):
+            return replace(meaning, field="S.lengths")
+        pairs = self._lengths(meaning, identity, frame)
+        may_be = len({length for length, _ in pairs}) > 1 and all(0 < length < size for length, size in pairs)
+        return replace(meaning, field="prompt_length" if may_be else "")
 
     def _verdicts(self, identity: Identity, frame: Frame, used: list[Meaning]) -> Iterator[list[_Choice]]:
         """Yield the lines that labels and scores may have, under each field that they may be."""
@@ -340,6 +358,46 @@ def _in_parts(draft: Draft) -> Draft | None:
             doubts = [*draft.unproved, f"hidden_states: the {word} may not follow the prompt"]
             return replace(draft, entries={k: v for k, v in entries.items() if v}, unproved=doubts, left_out=rest)
     return None
+
+
+def _with_opposites(draft: Draft, used: Sequence[Meaning]) -> Iterator[Draft]:
+    """Yield a draft, also with the only other word next to words of one side as their opposite."""
+    yield draft
+    for meaning in used:
+        if len(meaning.missing) == 1 and (is_correct := meaning.is_correct_otherwise) is not None:
+            (word,) = meaning.missing
+            words = {f"words.{word}": is_correct == ("correct" in meaning.verdicts[0])}
+            doubts = [*draft.unproved, f"{word}: no known word, read as the opposite of the others"]
+            yield replace(draft, entries=draft.entries | words, unproved=doubts)
+
+
+def _with_classes(draft: Draft, address: str, classes: Sequence[str]) -> Iterator[Draft]:
+    """Yield a draft with each meaning that the classes in the names of its states may have; as it is without such names."""
+    if not classes or "{verdict}" not in address:
+        yield draft
+        return
+    beside = re.sub(r".*?([^/{}]*)\{verdict\}([^/{}]*).*", r"\1_\2", address)
+    way = direction_of("_".join(words_of(beside)))
+    are_correct = {word: is_class_correct(word) for word in classes}
+    is_said = None not in are_correct.values()
+    fields = [name for name in JUDGMENTS if name not in draft.entries and (is_said or way in (None, SCORES[name]))]
+    fields = fields[:1] if is_said else fields
+    doubts = [f"{' or '.join(classes)} in the names: no word says of what"] * (len(fields) > 1)
+    doubts += ["the class in the names is not read"] * (not fields)
+    for name in fields:
+        entries: dict[str, Any] = draft.entries | {name: "={verdict}"}
+        for word, is_correct in are_correct.items():
+            if score_of_word(word, CORRECT) is None and not word.isdecimal():
+                entries[f"words.{word}"] = (
+                    is_correct == (name == "is_correct") if is_said else CLASSES.get(word.lower())
+                )
+        yield replace(draft, entries=entries, unproved=[*draft.unproved, *doubts])
+
+
+def _choices(name: str, meaning: Meaning, lines: Sequence[Line]) -> list[_Choice]:
+    """Return the lines of a field; none is a choice for what may be another output than weights of attention."""
+    found: list[_Choice] = [(name, line) for line in lines]
+    return [*found, (name, None)] if name == "attentions" and meaning.is_of_module else found
 
 
 def _needs_id(meaning: Meaning, identity: Identity) -> bool:

@@ -183,6 +183,13 @@ class Places:
         families = self.observation.families
         return {place: families[place].names for place in places if place in families and families[place].names}
 
+    def classes(self, leaf: Leaf) -> list[str]:
+        """Return the words for the class of an answer that files and keys of a leaf bind."""
+        families = [
+            self.observation.families[place] for place, bound in self._names(leaf).items() if "verdict" in bound
+        ]
+        return list(dict.fromkeys(bound["verdict"] for family in families for bound in family.members.values()))
+
     def _renamed(self, names: Names, main: Prefix | None) -> dict[Prefix, dict[str, str]]:
         """Return new names: only `main` binds an id, numbers of answers below it are samples, chunks are parts of a key."""
         found: dict[Prefix, dict[str, str]] = {}

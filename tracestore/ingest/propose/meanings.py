@@ -20,6 +20,8 @@ from tracestore.store.vocabulary import (
     SAYING,
     SCORES,
     SYNONYMS,
+    direction_of,
+    is_hallucination,
     is_named_as_verdict,
     score_of_word,
 )
@@ -51,6 +53,8 @@ _AGAINST = {
     **dict.fromkeys(("generated_answer", "generated_answer_clean", "generated_text"), "references"),
 }
 _NEEDLESS = [tuple(name.split()) for name in NEEDLESS]
+_MODULE = ("self", "attn")  # of attention, whose output or weights an array may be
+_PARTS = frozenset(("mlp", "q", "k", "v", "o", "qkv", "proj", "ln", "norm"))  # of the module, whose weights are others
 
 
 @dataclass
@@ -97,6 +101,11 @@ class Meaning:
         return frozenset(word for step in steps for word in words_of(without_names(step)))
 
     @property
+    def is_of_module(self) -> bool:
+        """Return whether a word names the module of attention, which has other outputs than weights."""
+        return self.words.issuperset(_MODULE)
+
+    @property
     def is_correct_otherwise(self) -> bool | None:
         """Return whether an answer is correct that no known word of the column judges; None if they have two sides."""
         sides = {score_of_word(str(value), CORRECT) for value in self.leaf.scalars} - {None}
@@ -129,12 +138,12 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
         if found.verdicts and leaf.number_kind == "s":
             known, others = _words_of_judges(leaf.scalars)
             found.missing = others if known and len(others) < 3 else ()
-        field, size = ("verdict", 0) if found.verdicts else _field(words, leaf)
+        field, size = ("verdict", 0) if found.verdicts else _field(words, leaf, siblings)
         if not field:
             continue
         against = _AGAINST.get(field, "")
         is_text = against == "references"
-        is_against = not SAYING.get(against, frozenset()).isdisjoint(found.own_words if is_text else words)
+        is_against = not SAYING.get(against, frozenset()).isdisjoint(found.own_words.union(words) if is_text else words)
         is_best_answer = is_text and not (SAYING["generated"] - {"answer"}).isdisjoint(words)  # of several
         if is_against and not is_best_answer:
             found.reason = "a reference answer" * is_text
@@ -149,18 +158,20 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
 
 def _reason(leaf: Leaf, siblings: frozenset[str]) -> str:
     """Return why no trace needs a leaf, by the words of its keys, "" without a reason."""
+    is_square = leaf.rank >= 2 and all(spot.dims[-1] == spot.dims[-2] for spot in leaf.spots)
     for k, step in enumerate(leaf.path, 1):
         words = words_of(without_names(step))
         phrase = max((phrase for phrase in _NEEDLESS if contains(words, phrase)), key=len, default=())
         is_said = leaf.rank >= 2 or k < len(leaf.path) or (len(phrase) > 1 and leaf.rank)
         is_part = phrase == ("last", "hidden", "state") and "states" not in siblings
-        if phrase and is_said and leaf.kind != "s" and not is_part:
+        is_attention = phrase == _MODULE and is_square and not _PARTS.intersection(words)
+        if phrase and is_said and leaf.kind != "s" and not (is_part or is_attention):
             return NEEDLESS[" ".join(phrase)]
     return ""
 
 
 def _names(leaf: Leaf, siblings: frozenset[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the words of keys from the last one, while they only count something; then those of the file.
+    """Yield the words of keys from the last one, while they only count something or say nothing; then those of the file.
 
     A key `values` next to the number of a layer holds what the key above it names.
     """
@@ -168,14 +179,15 @@ def _names(leaf: Leaf, siblings: frozenset[str]) -> Iterator[tuple[str, ...]]:
     for step in reversed(leaf.path):
         if words := words_of(without_names(step)):
             yield words
-            if not COUNTED.keys() >= set(words) and not (is_numbered and words == ("values",)):
+            is_empty = words[1:] == () and words[0] in SAYING["nothing"]
+            if not (COUNTED.keys() >= set(words) or is_empty or (is_numbered and words == ("values",))):
                 return
     for piece in reversed(leaf.files.split("/")):
         if words := words_of(without_names(piece.partition(".")[0] if "{" not in piece else piece.rpartition(".")[0])):
             yield words
 
 
-def _field(words: tuple[str, ...], leaf: Leaf) -> tuple[str, int]:
+def _field(words: tuple[str, ...], leaf: Leaf, siblings: frozenset[str]) -> tuple[str, int]:
     """Return the field of the longest phrase that takes the values, and the number of its words."""
     best: tuple[str, int] = ("", 0)
     for phrase, fields in _phrases().items():
@@ -184,7 +196,14 @@ def _field(words: tuple[str, ...], leaf: Leaf) -> tuple[str, int]:
         is_letter = size == 1 and len(phrase[0]) == 1 and words != phrase
         if not is_known and not is_letter and contains(words, phrase):
             best = next(((field, size) for field in fields if _takes(field, leaf)), best)
-    return best
+    is_vague = best[0] == "generated_answer" and words[-1] in ("text", "content")
+    return ("question", best[1]) if is_vague and _asks(leaf, siblings) else best
+
+
+def _asks(leaf: Leaf, siblings: frozenset[str]) -> bool:
+    """Return whether texts are questions next to no other ones: each ends with a question mark."""
+    is_question = all(str(value).rstrip().endswith(("?", "？")) for value in leaf.scalars)
+    return is_question and bool(leaf.scalars) and siblings.isdisjoint(("question", *SYNONYMS["question"]))
 
 
 def is_of_bits(leaf: Leaf) -> bool:
@@ -219,7 +238,7 @@ def _verdicts(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> tup
     if not is_named or leaf.rank > 1 or leaf.kind == "v":
         return (), False
     # A column `wrong` holds 1 for a wrong answer.
-    direction = HALLUCINATION if score_of_word(name, None) == 0 else None if is_vague else SCORES.get(name)
+    direction = HALLUCINATION if score_of_word(name, None) == 0 else None if is_vague else direction_of(name)
     is_doubtful = bool(SAYING["detectors"].intersection(words))
     if leaf.number_kind == "s":
         is_label = True
@@ -236,7 +255,7 @@ def _verdicts(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> tup
 
 def _is_claim(words: Sequence[str]) -> bool:
     """Return whether a name reads as a label: is_correct, hallucinated, truthful, inaccurate."""
-    is_word = words[-1] in SAYING["claims"] or score_of_word("_".join(words), None) == 0
+    is_word = words[-1] in SAYING["claims"] or is_hallucination(words[-1]) or score_of_word("_".join(words), None) == 0
     return is_word or words[0] in ("is", "has")
 
 

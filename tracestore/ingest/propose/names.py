@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tracestore.ingest.layout.fields import FIELDS
-from tracestore.store.vocabulary import COUNTED, NEEDLESS, SAYING, SCORES, SPLITS, SYNONYMS, score_of_word
+from tracestore.store.vocabulary import (
+    CLASSES,
+    COUNTED,
+    NEEDLESS,
+    SAYING,
+    SCORES,
+    SPLITS,
+    SYNONYMS,
+    is_class_correct,
+    is_named_as_verdict,
+    score_of_word,
+)
 
 # The names of types, digests, such as 1ffa3228, and negative numbers are one piece. A sign follows no letter or digit.
 _TYPE = r"(?:(?:bf|fp|bfloat|float)(?:16|32)|b(?:ase)?64)(?![^\W_])"
@@ -16,6 +27,7 @@ _DIGEST = r"(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{8,}(?![^\W_])"
 # The number of shards behind that of one: part-00001-of-00003.
 _TOTAL = r"[-_. ]?of[-_. ]?\d+(?![^\W_])"
 _RUN = re.compile(r"(?<![^\W_])[^\W_]+")
+_RUN_OF_LETTERS_OR_DIGITS = re.compile(r"[^\W\d_]+|\d+")
 # Hexadecimal digits, as in d2d4, which may be a piece of a random id.
 _HEX = re.compile(r"[a-f\d]{4,}")
 _NEGATIVE = r"(?<![^\W_])-(?=\d)"
@@ -114,13 +126,39 @@ def families(names: Iterable[str], *, is_path: bool = False) -> list[Family]:
     groups: dict[tuple[str, ...], dict[str, list[Piece]]] = defaultdict(dict)
     names = list(names)
     ids = _pieces_of_ids(names)
+    classes = _classes(names) if is_path else {}
     for name in names:
         suffix = _SUFFIX.search(name) if is_path else None
         end = len(name) if suffix is None else suffix.start()
-        pieces = _with_samples(_merged([*_pieces(name[:end], ids), (name[end:], "")]))
+        start, stop = classes.get(name, (0, 0))
+        found_class = [*_pieces(name[:start], ids), (name[start:stop], "verdict")] if stop else []
+        pieces = _with_samples(_merged([*found_class, *_pieces(name[stop:end], ids), (name[end:], "")]))
         groups[tuple(text if what == "" else f"\0{what}" for text, what in pieces)][name] = pieces
     found = [family for members in groups.values() for family in _families_of(members, is_path=is_path)]
     return [_with_id(family, found) for family in found] if is_path else found
+
+
+def _classes(names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return where names have a folder of one class next to that of the other one: correct/, or yes_hallucination/."""
+    found: dict[tuple[int, str, str], dict[str, tuple[str, bool | None]]] = defaultdict(dict)
+    for level, folder in {pair for name in names for pair in enumerate(name.split("/")[:-1])}:
+        if (is_correct := is_class_correct(folder)) is not None:
+            found[level, "", ""][folder] = folder, is_correct
+        for match in _RUN_OF_LETTERS_OR_DIGITS.finditer(folder):
+            front, back = folder[: match.start()], folder[match.end() :]
+            is_class = not match[0].isdecimal() or is_named_as_verdict(front + back)
+            truth = CLASSES.get(match[0].lower()) if is_class else None
+            if truth is not None or front + back:
+                found[level, front, f"{back}/"][folder] = match[0], truth
+    spans: dict[str, tuple[int, int]] = {}
+    for (level, front, _), folders in found.items():
+        if {truth for _, truth in folders.values()} == {True, False}:
+            for name in names:
+                parts = name.split("/")
+                if len(parts) > level + 1 and parts[level] in folders:
+                    start = len("/".join(parts[:level])) + bool(level) + len(front)
+                    spans[name] = start, start + len(folders[parts[level]][0])
+    return spans
 
 
 def _with_id(family: Family, others: Iterable[Family]) -> Family:

@@ -138,7 +138,7 @@ class Case:
             elif any(" : []" in self.lines[name].address for name in self._others):
                 yield f"{', '.join(self._others)}: nothing but the number 1 joins a row to the file"
         says_class = any(score_of_word(word, None) is not None for word in words_of(without_names(files)))
-        if says_class and not self._has("is_correct", "is_hallucinated"):
+        if says_class and "{verdict}" not in files and not self._has("is_correct", "is_hallucinated"):
             yield "a name may say the class of the answers"
         if self.identity.mode == "rows" and self._others:
             yield f"{', '.join(self._others)}: joined in order"
@@ -264,6 +264,8 @@ class Case:
         # The reading compares the lengths of prompts and of single traces.
         if self._has("S.mask", *["S.lengths"] * self._is_stacked):
             yield "prompt_length: it may count padding"
+        if any("context" in words_of(key) for key in self._keys("prompt_length")):
+            yield "prompt_length: the length of a context may be that of a window or of a document"
         lengths = [m.leaf.scalars for m in self.places.meanings if m.field == "prompt_length"]
         texts = [m.leaf.scalars for m in self.places.meanings if m.field == "question"]
         counts = [[count(str(text)) for text in values] for values in texts for count in TEXT_COUNTS]
