@@ -1,7 +1,6 @@
 """Drafts: layouts that the names and extents of a folder allow, and what is not proved of each."""
 
 import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,8 +8,9 @@ from typing import Any
 
 from tracestore.ingest.execute.row_ranges import covers
 from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.propose.flat_states import shape_of, sizes_of
 from tracestore.ingest.propose.identities import Identity, Places
-from tracestore.ingest.propose.leaves import Leaf, Observation, Spot
+from tracestore.ingest.propose.leaves import Leaf, Observation
 from tracestore.ingest.propose.leftovers import left_over
 from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import (
@@ -40,12 +40,6 @@ _MAX_DRAFTS = 48
 _FIELDS = frozenset((*TEXTS, *ARRAYS, *RANGES, "question_id", "prompt_length"))
 # Attributes in which libraries of tables describe their columns.
 _HEADERS = ("@huggingface", "@pandas", "@content_defined_chunking")
-# Words of the numbers of layers and tokens, and of the hidden size.
-_WORDS_OF_AXES = {
-    "L": frozenset(("layer", "layers", "block", "blocks")),
-    "S": frozenset(("seq", "seqlen", "len", "length", "token", "tokens", "toks")),
-    "D": frozenset(("dim", "d", "width", "size", "hidden", "channels")),
-}
 _Choice = tuple[str, Line | None]
 
 
@@ -92,14 +86,14 @@ class Drafter:
             siblings.setdefault((leaf.files, leaf.path[:-1]), set()).update(words_of(leaf.key))
         self.meanings = [meaning_of(leaf, frozenset(siblings[leaf.files, leaf.path[:-1]])) for leaf in leaves]
         self._name_ranges()
-        self._shapes = {m.leaf.place: shape for m in self.meanings if (shape := self._shape_of(m)) is not None}
+        self._shapes = {m.leaf.place: shape for m in self.meanings if (shape := shape_of(m, self.meanings)) is not None}
         # The only column of 0 and 1 may be a label if no other key is named as one: its meaning is asked.
         unnamed = [
             m for m in self.meanings if not m.field and not m.reason and m.leaf.rank < 2 and may_be_label(m.leaf)
         ]
         if len(unnamed) == 1 and not any(m.verdicts for m in self.meanings):
             unnamed[0].field, unnamed[0].verdicts, unnamed[0].is_doubtful = "verdict", LABELS, True
-        self._sizes = {m.leaf.place: sizes for m in self.meanings if (sizes := self._sizes_of(m))}
+        self._sizes = {m.leaf.place: sizes for m in self.meanings if (sizes := sizes_of(m, self.meanings))}
         self.places = Places(observation, self.meanings)
 
     def _name_ranges(self) -> None:
@@ -109,43 +103,6 @@ class Drafter:
             if meaning.field in ("", *RANGES) and meaning.leaf.number_kind == "i" and meaning.leaf.rank == 1:
                 found = (_rows_next_to(one, meaning.leaf) for one in lengths)
                 meaning.field = next(filter(None, found), meaning.field)
-
-    def _sizes_of(self, states: Meaning) -> dict[str, Leaf]:
-        """Return the numbers next to flat states that are their extents, by the axis; give the states these axes."""
-        leaf = states.leaf
-        if states.field not in STATES or leaf.rank != 1:
-            return {}
-        beside = (m.leaf for m in self.meanings if m.leaf.files == leaf.files and m.leaf.path[:-1] == leaf.path[:-1])
-        numbers = [one for one in beside if not one.rank and one.number_kind == "i"]
-        named = [(a, one) for one in numbers for a, words in _WORDS_OF_AXES.items() if words & {*words_of(one.key)}]
-        for three in itertools.combinations(named, 3):
-            sizes = dict(three)
-            is_named = len({*sizes.values()}) == 3 and [*sizes][2:] == ["D"]
-            if is_named and (spots := _reshaped(leaf, [*sizes.values()])):
-                states.leaf = replace(leaf, rank=3, spots=spots)
-                for meaning in self.meanings:
-                    meaning.field *= meaning.leaf not in sizes.values()  # they bind no items
-                return sizes
-        return {}
-
-    def _shape_of(self, states: Meaning) -> Meaning | None:
-        """Return the list of extents next to flat states, and give the states these axes; None without such a list."""
-        leaf = states.leaf
-        if states.field not in STATES or leaf.rank != 1:
-            return None
-        for meaning in self.meanings:
-            is_beside = meaning.leaf.files == leaf.files and meaning.leaf.path[:-1] == leaf.path[:-1]
-            if is_beside and meaning.leaf.rank == 1 and "shape" in words_of(meaning.leaf.key):
-                pairs = list(zip(leaf.spots, meaning.leaf.spots, strict=False))
-                ranks = {spot.dims for _, spot in pairs}
-                is_shape = all(
-                    one.where == spot.where and math.prod(spot.value or ()) == one.dims[0] for one, spot in pairs
-                )
-                if len(ranks) == 1 and is_shape:
-                    spots = [replace(one, dims=tuple(spot.value)) for one, spot in pairs]
-                    states.leaf = replace(leaf, rank=len(spots[0].dims), spots=spots)
-                    return meaning
-        return None
 
     def states(self) -> list[Meaning]:
         """Return the leaves that may be the states."""
@@ -319,16 +276,6 @@ class Drafter:
         if identity.mode == "stack":
             return leaf.rank > 0 or has_items
         return has_items or bool(leaf.bound - AXIS_NAMES.keys())
-
-
-def _reshaped(leaf: Leaf, sizes: list[Leaf]) -> list[Spot]:
-    """Return the values of a leaf with the extents that numbers next to them say; [] if one has another size."""
-    found = []
-    for spot, *numbers in zip(leaf.spots, *(one.spots for one in sizes), strict=False):
-        shape = tuple(int(number.value) for number in numbers if number.where == spot.where)
-        if len(shape) == len(sizes) and math.prod(shape) == spot.dims[0]:
-            found.append(replace(spot, dims=shape))
-    return found if len(found) == len(leaf.spots) else []
 
 
 def _rows_next_to(lengths: Leaf, leaf: Leaf) -> str:
