@@ -28,6 +28,28 @@ def test_a_table_next_to_the_traces_that_no_line_names_is_refused(tmp_path):
     assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("ids", [[f"x{k}" for k in range(4)], ["", "", "", ""], [5, 6, 7, 8]])
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+@pytest.mark.parametrize("way", ["ids", "names"])
+def test_the_scores_of_a_table_without_an_id_of_the_traces_are_no_advice(tmp_path, ids, suffix, way):
+    names = [f"q{k}" for k in range(4)]
+    for is_of_traces in (False, True):
+        rows = [{"id": name, "score": k % 2} for k, name in enumerate(names if is_of_traces else ids)]
+        for name, trace in zip(names, make_traces(4), strict=True):
+            if way == "names":
+                (tmp_path / "in").mkdir(exist_ok=True)
+                np.savez(tmp_path / f"in/{name}.npz", a=trace["hidden_states"])
+        if way == "ids":
+            write_pickle(tmp_path / "in/t.pkl", make_traces(4))
+        if suffix == "jsonl":
+            write_rows(tmp_path / "in/judged.jsonl", rows)
+        else:
+            lines = ["id,score", *(f"{row['id']},{row['score']}" for row in rows)]
+            (tmp_path / "in/judged.csv").write_text("\n".join(lines) + "\n")
+        message = error_of("convert", tmp_path / "in", tmp_path / "s.zarr", code=3)
+        assert ("takes the scores of this table by id" in message) == is_of_traces
+
+
 def test_rows_of_a_stated_table_without_an_id_of_the_traces_are_refused(tmp_path):
     """Rule 12c: no match at all."""
     write_pickle(tmp_path / "t.pkl", make_traces(4))

@@ -211,7 +211,8 @@ def _found_parts(
             return proposal.layout
         if proposal.layout is not None:
             return InvalidInputError(f"{_flags(lines)} adds lines to built-in layouts; state this one with --field")
-        advice = next((text for path in files.values() if (text := scores_advice(path)) is not None), None)
+        tables = ((path, proposal.observation.ids(name)) for name, path in files.items())
+        advice = next((text for path, ids in tables if (text := scores_advice(path, ids)) is not None), None)
         also = "" if advice is None else f"; {advice} takes the scores of this table by id"
         return InvalidInputError(proposal.refusal() + alone * bool(proposal.candidates) + also)
 

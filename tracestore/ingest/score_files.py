@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from tracestore.errors import InvalidInputError, UsageError
+from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.exports import EXPORT_FILE
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, Value
@@ -282,13 +283,15 @@ def _chosen(found: list[Path], tops: set[Path]) -> list[Path]:
     return chosen
 
 
-def scores_advice(path: Path) -> str | None:
-    """Return the flags that take the scores of a table with columns of ids and scores; None for another file."""
+def scores_advice(path: Path, ids: Container[str]) -> str | None:
+    """Return the flags that take the scores of a table with a column of scores, and of ids of traces; None for others."""
     if path.suffix not in _TABLES:
         return None
     columns: list[str] = []
     with contextlib.suppress(InvalidInputError, OSError), read_table(path) as table:
-        columns = score_columns_of(table.header) if id_column_of(table.header) is not None else []
+        own = id_column_of(table.header)
+        if own is not None and any(key_text(row.get(own)) in ids for row in table.rows):
+            columns = score_columns_of(table.header)
     if not columns:
         return None
     column = f" --score-column {columns[0]}" if len(columns) > 1 else ""

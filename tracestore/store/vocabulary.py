@@ -338,8 +338,8 @@ tokens: token ids, tok, toks, token, ids of tokens, token id, tok id, tok ids, p
   ids, prompt token ids, generated ids, output token ids, generated token ids, sequence
 tokens_decoded: tokens, str tokens, token strs, token texts, token strings, words, token, tok, toks
 question_id: qid, id, ids, uid, uuid, example id, example ids, sample id, doc id, prompt id, row id, request id, trace
-  id, conversation id, custom id, question ids, qids, idx, index, indices, sample idx, question idx, example idx, q
-  indices, instance id, instance ids, prompt idx, item id, data id, record id, sample ids, doc ids, numéro, n,
+  id, conversation id, custom id, question ids, qids, idx, index, indices, question idx, example idx, prompt idx, q
+  indices, sample idx, instance id, instance ids, item id, data id, record id, sample ids, doc ids, numéro, n,
   example, item, key, doc
 sample: sample idx, sample id, sample index, sample number, answer idx, generation idx, k
 question: prompt, query, instruction, statement, statements, questions, prompts, input text, q
@@ -359,7 +359,7 @@ layer: layer idx, layer id, layer index, layer number, layer num
 token: position, pos, token pos, token idx, tok idx, token index, token position
 step: step, step idx, gen step
 dim: dim, dimension
-file: path, file, filename, file name, filepath, file path, hidden states path, npy, stem
+file: path, file, filename, file name, filepath, file path, hidden states path, npy, npz, pt, stem
 """
 # Arrays of known tools that no trace needs, by the reason that an inspection prints.
 _NEEDLESS = """

@@ -135,7 +135,9 @@ class Drafter:
         has_passes = (is_ragged or is_generated) and leaf.rank >= 3
         if has_passes and any({"beam", "indices"} <= set(words_of(m.leaf.key)) for m in self.meanings):
             return []  # the rows of a pass are not those of the one before it
-        return states_axes(leaf, letters, has_passes=has_passes, bound=self.places.letters(leaf, identity))
+        found = states_axes(leaf, letters, has_passes=has_passes, bound=self.places.letters(leaf, identity))
+        are_batches = "chunk" in identity.names.get((leaf.files, ()), {}).values()
+        return [axes for axes in found if axes[:1] == ("N",) or not are_batches]
 
     def _with_axes(self, states: Meaning, identity: Identity, axes: Axes) -> Iterator[Draft]:
         """Yield the drafts of states with their axes: each choice of the other axes, and of the meaning of labels."""
@@ -194,6 +196,9 @@ class Drafter:
                 continue
             if lines := self._lines(meaning, name, identity, frame):
                 found[name] = meaning, lines
+        number = self.places.number_of_answer(found["question_id"][0].leaf) if "question_id" in found else None
+        if number is not None and (lines := self._lines(number, "sample", identity, frame)):
+            found["sample"] = number, lines
         has_tokens = "tokens" in found or ("tokens_decoded" in found and _is_prompt_of(found))
         found = {name: value for name, value in found.items() if not _is_superfluous(name, frame, has_tokens)}
         used += [meaning for meaning, _ in found.values()]

@@ -9,7 +9,7 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
 from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import Meaning
-from tracestore.ingest.propose.names import SAMPLE, unknown_words, without_names, words_of
+from tracestore.ingest.propose.names import SAMPLE, front_of, named, unknown_words, without_names, words_of
 from tracestore.store.vocabulary import COUNTED, SAYING
 
 Prefix = tuple[str, Path_]
@@ -96,6 +96,9 @@ class Places:
                 yield Identity("stack", doubts=[*identity.doubts, _ORDER_OF_FILES])
         if not records and outer == [(states.files, ())]:
             yield from self._by_file(states, names)
+            if self.observation.has_batches(states):
+                doubt = "the files may be traces and their rows tokens, not the rows of batches"
+                yield Identity("stack", names={(states.files, ()): {"id": "chunk"}}, doubts=[doubt])
 
     def _add_items(self, states: Leaf, identity: Identity, records: list[Path_], outer: list[Prefix]) -> bool:
         """Set what stands for the items on the way to the states; return whether some of them say the id."""
@@ -136,26 +139,31 @@ class Places:
             renamed.setdefault(main, {})["id"] = "id:d"
             doubts.append("the ids of a table have no zeros in front")
             return sorted(numbers)
-        if rows.isdisjoint(texts) and (front := _front_of(main, texts, rows)):
+        if rows.isdisjoint(texts) and (front := front_of((main[1] or main[:1])[-1], texts, rows)):
             renamed.setdefault(main, {})[front + "{id}"] = "{id}"
             doubts.append(f"{front}: ids of the table begin with this part of the names")
             return [front + text for text in texts]
         return texts
 
     def _by_file(self, states: Leaf, names: Names) -> Iterator[Identity]:
-        """Yield the identity of files that a table names."""
+        """Yield the identity of files for each column of a table that names them."""
         stems = {_stem(name) for name in self.observation.files[states.files]}
-        for meaning in self.meanings:
-            leaf = meaning.leaf
-            values = {_stem(str(value).replace("\\", "/")) for value in leaf.scalars}
+        found: list[list[str]] = []
+        for meaning in sorted(self.meanings, key=lambda m: m.field != "file"):
+            leaf, is_named = meaning.leaf, meaning.field == "file"
+            values = [_stem(str(value).replace("\\", "/")) for value in leaf.scalars]
             is_table = leaf.files != states.files and not leaf.rank and len(leaf.items_at) == 1
-            if meaning.field == "file" and is_table and values and values <= stems:
+            may_name = is_named or (leaf.number_kind == "s" and meaning.field != "question_id")
+            if may_name and is_table and values and stems.issuperset(values) and values not in found:
+                if not is_named and len(set(values)) < len(values):
+                    continue
+                found.append(values)
                 prefix = leaf.path[: leaf.items_at[0] + 1]
                 items = {(leaf.files, prefix): f"[file={'/'.join(leaf.path[len(prefix) :])}]"}
                 row = self.row(leaf.files, prefix)
                 id_leaf = row["question_id"].leaf if "question_id" in row else None
-                yield Identity("ids", items, self._renamed(names, None), id_leaf)
-                return
+                doubts = [] if is_named else [f"{leaf.key}: the files that it names may be those of other rows"]
+                yield Identity("ids", items, self._renamed(names, None), id_leaf, doubts)
 
     def _own_id(self, states: Leaf) -> Leaf | None:
         """Return the scalar id next to states, whose keys or files are numbered or named."""
@@ -196,12 +204,12 @@ class Places:
         for k, (place, bound) in enumerate(names.items()):
             changed: dict[str, str] = {}
             if "id" in bound and place != main:
-                texts = [texts["id"] for texts in self.observation.families[place].members.values()]
-                answers = [SAMPLE.fullmatch(text) for text in texts]
+                members = self.observation.families[place].members
                 is_inner = main is not None and len(place[1]) > len(main[1])
                 changed["id"] = "n" if not place[1] else f"key{k}"
-                if is_inner and all(answers) and answers[0]:
-                    changed["id"] = answers[0][1] + "{sample}"
+                if is_inner and all(map(SAMPLE.fullmatch, members)):
+                    # `response_0` is an id as a whole, of `gen_0` the number alone.
+                    changed["id"] = next(iter(members.values()))["id"].rstrip("0123456789") + "{sample}"
             if "chunk" in bound:
                 changed["chunk"] = "n" if "id" not in bound else "part"
                 if _SHARD.search(place[0]):
@@ -221,9 +229,7 @@ class Places:
             if not is_inner or leaf.rank or not meaning.field or any(s == ITEMS or "{" in s for s in rest):
                 continue
             if meaning.field in found and meaning.order >= found[meaning.field].order:
-                # A second id next to a better one may be the number of an answer.
-                is_sample = any(COUNTED.get(word) == "sample" for word in words_of(leaf.key))
-                if meaning.field == "question_id" and leaf.number_kind == "i" and is_sample:
+                if meaning.is_number_of_answer:
                     found["sample"] = Meaning(leaf, "sample")
             else:
                 found[meaning.field] = meaning
@@ -231,6 +237,16 @@ class Places:
         if len(set(ids)) == len(ids) > 0:
             found.pop("sample", None)  # ids that do not repeat need no number of an answer
         return found
+
+    def number_of_answer(self, own: Leaf) -> Meaning | None:
+        """Return the number of an answer next to ids that repeat, None without one."""
+        if own.items_at:
+            return self.row(own.files, own.path[: own.items_at[0] + 1]).get("sample")
+        is_file = not own.path
+        beside = [m for m in self.meanings if m.leaf is not own and m.leaf.rank == own.rank and not m.leaf.items_at]
+        beside = [m for m in beside if (m.leaf.files == own.files) != is_file and m.leaf.path[:-1] == own.path[:-1]]
+        has_copies = len(set(texts_of(own.scalars))) < len(own.scalars)
+        return next((m for m in beside if has_copies and (m.field == "sample" or m.is_number_of_answer)), None)
 
     def _other_ids(self, leaf: Leaf, prefix: Path_) -> list[str]:
         """Return a doubt where several keys of a record may be its id."""
@@ -287,10 +303,10 @@ class Places:
             place = (leaf.files, leaf.path[: k + 1])
             if step == ITEMS and place not in identity.items:
                 return None
-            steps.append(identity.items[place] if step == ITEMS else _named(step, identity.names.get(place)))
+            steps.append(identity.items[place] if step == ITEMS else named(step, identity.names.get(place)))
         # Files whose names bind the same as those of the states.
         names = identity.names.get((leaf.files, ()), identity.names.get((states.files, ())))
-        text = _named(leaf.files, names) + (f" : {'/'.join(steps)}" if steps else "")
+        text = named(leaf.files, names) + (f" : {'/'.join(steps)}" if steps else "")
         bound = re.findall(r"(?<!\\)\{(\w+)|[\[ ](\w+)=", text)
         return text if len(set(map(max, bound))) == len(bound) else None
 
@@ -373,21 +389,6 @@ class Places:
 
 def _stem(name: str) -> str:
     return name.rpartition("/")[2].partition(".")[0]
-
-
-def _named(text: str, names: Mapping[str, str] | None) -> str:
-    """Return a pattern with other names, or with a pattern instead of a name."""
-    for old, new in (names or {}).items():
-        text = text.replace(old if "{" in old else f"{{{old}}}", new if "{" in new or new == "*" else f"{{{new}}}")
-    return text
-
-
-def _front_of(place: Prefix, texts: Sequence[str], rows: set[str]) -> str:
-    """Return the text in front of the ids in names with which the ids of a table begin, "" if there is none."""
-    front = re.findall(r"([^/{}\\]*)\{id\}", (place[1] or place[:1])[-1])
-    begins = [match.start() for match in re.finditer(r"(?<![^\W_])[^\W_]", front[0])] if front else []  # of words
-    fronts = [front[0][k:] for k in begins]
-    return next((one for one in fronts if not rows.isdisjoint(one + text for text in texts)), "")
 
 
 def _words_of_answers(files: str, prefix: Path_) -> set[str]:

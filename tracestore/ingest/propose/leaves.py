@@ -5,15 +5,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.values import key_text
-from tracestore.ingest.propose.looking import Seen, look
+from tracestore.ingest.propose.looking import MAX_ITEMS, Seen, look, texts_of
 from tracestore.ingest.propose.names import Family, escape, families, is_integer, without_names, words_of
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.store.vocabulary import COUNTED
+from tracestore.store.vocabulary import COUNTED, is_question_id
 
 ITEMS = "[]"
 # The doubt of keys that are numbers, below a name that says no layers.
@@ -124,6 +125,31 @@ class Observation:
     families: dict[tuple[str, Path_], Family] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
 
+    def ids(self, without: str) -> set[str]:
+        """Return what may be the ids of traces in all files but one: values under a name of ids, and what names bind."""
+        leaves = [leaf for leaf in self.leaves if self.files[leaf.files] != [without] and is_question_id(leaf.key)]
+        families = [family for (files, _), family in self.families.items() if self.files[files] != [without]]
+        bound = {texts["id"] for family in families for texts in family.members.values() if "id" in texts}
+        return bound | {text for leaf in leaves if leaf.kind in "is" for text in texts_of(leaf.scalars)}
+
+    def has_batches(self, states: Leaf) -> bool:
+        """Return whether the numbers of files may be those of batches, by the rows in them and in a table."""
+        texts = {bound["id"] for bound in self.families[states.files, ()].members.values()}
+        if states.rank < 2 or len(texts) < 2 or not all(text.isdecimal() for text in texts):
+            return False
+        numbers = sorted(map(int, texts))
+        sizes = {int(spot.where["id"]): spot.dims[0] or 0 for spot in states.spots}
+        full = sizes.get(numbers[0], 0)
+        # The number of the first row, as in layer_0_4.pt.
+        if numbers[0] == 0 and full > 1 and all(sizes.get(a, b - a) == b - a for a, b in pairwise(numbers)):
+            return True
+        are_alike = numbers == list(range(len(numbers))) and all(sizes.get(n, full) == full for n in numbers[:-1])
+        total = full * (len(numbers) - 1) + sizes.get(numbers[-1], full)
+        others = (leaf for leaf in self.leaves if leaf.files != states.files and len(leaf.items_at) + leaf.rank == 1)
+        counts = {leaf.spots[0].dims[0] if leaf.rank else len(leaf.spots) for leaf in others}
+        is_long = MAX_ITEMS in counts and total > MAX_ITEMS  # the first items alone are known
+        return are_alike and states.rank == 2 and "layer" in states.bound and (is_long or total in counts)
+
 
 def observe(files: Mapping[str, Path]) -> Observation:
     """Return what the files hold: the first and last files of each pattern are opened."""
@@ -223,9 +249,10 @@ def _groups_of_keys(names: Iterable[str], maps: Contexts, *, are_columns: bool) 
 
 
 def _are_fields(family: Family, *, are_columns: bool) -> bool:
-    """Return whether a pattern is a word alone without digits: of two keys, or columns, rather the names of fields than ids."""
-    has_digits = any(char.isdigit() for name in family.members for char in name)
-    return family.pattern == "{id}" and not has_digits and (are_columns or len(family.members) < 3)
+    """Return whether a pattern is a word alone, rather the name of a field than an id: of two keys, or of columns."""
+    have_digits = [any(char.isdigit() for char in name) for name in family.members]
+    are_words = not all(have_digits) if are_columns else not any(have_digits) and len(have_digits) < 3
+    return family.pattern == "{id}" and are_words
 
 
 def _numbers_of_layers(family: Family, path: Path_, maps: Contexts) -> Family:

@@ -112,6 +112,12 @@ class Meaning:
         return 0.0 in sides if len(sides) == 1 else None
 
     @property
+    def is_number_of_answer(self) -> bool:
+        """Return whether a second id, next to a better one, may be the number of an answer."""
+        is_id = self.field == "question_id" and self.leaf.number_kind == "i"
+        return is_id and any(COUNTED.get(word) == "sample" for word in words_of(self.leaf.key))
+
+    @property
     def order(self) -> tuple[int, int]:
         """The place of the name among those of its field: the more usual ones first."""
         names = (self.field.replace("_", " "), *SYNONYMS.get(self.field, ()))
@@ -153,6 +159,8 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
     is_layer = "dim" in leaf.bound or (leaf.rank and "layer" in leaf.bound)
     if leaf.number_kind in "fv" and is_layer and not SAYING["no states"] & found.words:
         found.field, found.num_words = "hidden_states", 1
+    if leaf.kind == "s" and leaf.rank and not SAYING["references"].isdisjoint(found.own_words):
+        found.reason = "a reference answer"
     return found
 
 

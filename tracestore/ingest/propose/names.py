@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,6 +40,7 @@ _BOUND = re.compile(r"\{[^}]*\}")
 # That of a compressed file has two parts.
 _SUFFIX = re.compile(r"(\.[a-z]\w*)?\.(gz|bz2|xz|zst|z|zlib)$|\.[^./]*$", re.IGNORECASE)
 _SPECIAL = re.compile(r"([\\*{])")
+_END = re.compile(r"[^\W\d_]*[_\-.=]?\Z")  # the last word, and what separates it from a number
 # The number of an answer, behind the word that names it.
 SAMPLE = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)(\d+)", re.IGNORECASE)
 
@@ -82,6 +83,21 @@ def unknown_words(name: str) -> list[str]:
 def escape(text: str) -> str:
     """Return text whose characters a pattern takes literally."""
     return _SPECIAL.sub(r"\\\1", text)
+
+
+def named(text: str, names: Mapping[str, str] | None) -> str:
+    """Return a pattern with other names, or with a pattern instead of a name."""
+    for old, new in (names or {}).items():
+        text = text.replace(old if "{" in old else f"{{{old}}}", new if "{" in new or new == "*" else f"{{{new}}}")
+    return text
+
+
+def front_of(pattern: str, texts: Sequence[str], rows: set[str]) -> str:
+    """Return the text in front of the ids in names with which the ids of a table begin, "" if there is none."""
+    front = re.findall(r"([^/{}\\]*)\{id\}", pattern)
+    begins = [match.start() for match in re.finditer(r"(?<![^\W_])[^\W_]", front[0])] if front else []  # of words
+    fronts = [front[0][k:] for k in begins]
+    return next((one for one in fronts if not rows.isdisjoint(one + text for text in texts)), "")
 
 
 @dataclass(frozen=True)
@@ -259,8 +275,10 @@ def _with_samples(pieces: list[Piece]) -> list[Piece]:
         return pieces
     found: list[Piece] = []
     for text, what in pieces:
-        match = SAMPLE.fullmatch(text) if what == "?" else None
-        found += [(text, what)] if match is None else [(match[1], ""), (match[2], "sample")]
+        # A word such as gen names fields, too: it lies in the literal text in front of the number.
+        word = _END.findall(found[-1][0])[0] if found and not found[-1][1] and text.isdecimal() else ""
+        match = SAMPLE.fullmatch(word + text) if what == "?" else None
+        found += [(text, what)] if match is None else [(match[1].removeprefix(word), ""), (match[2], "sample")]
     return _joined(found)
 
 

@@ -157,7 +157,11 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     )
     pairs = [(spot.dims, sizes) for spot in leaf.spots[:_MAX_SPOTS] for sizes in frame.matching(leaf, spot)]
 
+    is_of_batches = leaf.files != frame.leaf.files and not leaf.bound and bool(frame.leaf.bound - AXIS_NAMES.keys())
+
     def takes(letter: str, at: int) -> bool:
+        if letter == "N" and is_of_batches:
+            return True  # a row per trace of all batches, which the reading counts
         return all(_is_size(letter, dims[at], sizes, frame, name) for dims, sizes in pairs)
 
     found = [

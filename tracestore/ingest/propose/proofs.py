@@ -27,6 +27,7 @@ _ALL_LAYERS = frozenset(
 NUMBER_OF_TRACES = "N: no ids, questions, answers or lengths give the number of traces"
 OF_TEXT = "prompt_length: it may count characters or words, or the tokens of the question alone"
 TEXT_COUNTS: tuple[Callable[[str], int], ...] = (len, lambda text: len(text.split()))
+_GENERATION = re.compile(r"gen(eration)?[_\-.=]?\{sample\}", re.IGNORECASE)
 _PIECES = re.compile(" : |/")
 _GENERATED = SAYING["generated"] | SAYING["generated ids"]
 # What masks and lengths prove of stacks, and of single traces that look padded.
@@ -142,6 +143,10 @@ class Case:
             yield "a name may say the class of the answers"
         if self.identity.mode == "rows" and self._others:
             yield f"{', '.join(self._others)}: joined in order"
+        # Answers have a text each, steps of generation one token.
+        has_answers = any("{sample}" in self.lines[name].address for name in _ANSWERS & self.lines.keys())
+        if _GENERATION.search(self._address) and (not has_answers or 1 in self.frame.num_tokens):
+            yield "sample: the numbers may be those of steps or parts of a text"
 
     def _of_names(self) -> Iterator[str]:
         """Yield what the words of the states leave open (rule 21)."""
@@ -250,6 +255,8 @@ class Case:
                 yield f"{name}: another text may be meant: {', '.join(sorted(keys))}"
         if self._has("prompt_length"):
             yield from self._of_prompts()
+        numbers = [m.leaf for m in self.places.meanings if m.field == "question_id" and self._is_sample(m.leaf)]
+        yield from (f"{leaf}: may be the id" for leaf in numbers if len(set(leaf.scalars)) == len(leaf.scalars))
         scores = sorted(name for name in self.lines if name.startswith(("correctness.", "hallucination.")))
         if len(scores) > 1:
             yield f"{', '.join(scores)}: no word tells which score counts"
@@ -258,6 +265,11 @@ class Case:
             yield from contradictions(name, [self.places.with_ids(m.leaf, self.identity) for m in same])
         doubtful = [m.leaf.key for m in self.places.meanings if m.is_doubtful]
         yield from (f"{key}: may be what a detector says, or words without a meaning" for key in doubtful)
+
+    def _is_sample(self, leaf: Leaf) -> bool:
+        """Return whether a leaf is the number of an answer: a line of its own, or an item that binds it."""
+        address = self.places.address(leaf, self.identity, self.frame.leaf) or ""
+        return (self._has("sample") and self.lines["sample"].address == address) or f"sample={leaf.key}]" in address
 
     def _of_prompts(self) -> Iterator[str]:
         """Yield what else a prompt_length may count; the name may say the question, or its values those of texts."""
