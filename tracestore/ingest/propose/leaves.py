@@ -145,10 +145,13 @@ class Observation:
             return True
         are_alike = numbers == list(range(len(numbers))) and all(sizes.get(n, full) == full for n in numbers[:-1])
         total = full * (len(numbers) - 1) + sizes.get(numbers[-1], full)
-        others = (leaf for leaf in self.leaves if leaf.files != states.files and len(leaf.items_at) + leaf.rank == 1)
+        return are_alike and states.rank == 2 and "layer" in states.bound and self._has_rows(total, states.files)
+
+    def _has_rows(self, count: int, without: str) -> bool:
+        """Return whether a table or column of other files may have as many rows."""
+        others = (leaf for leaf in self.leaves if leaf.files != without and len(leaf.items_at) + leaf.rank == 1)
         counts = {leaf.spots[0].dims[0] if leaf.rank else len(leaf.spots) for leaf in others}
-        is_long = MAX_ITEMS in counts and total > MAX_ITEMS  # the first items alone are known
-        return are_alike and states.rank == 2 and "layer" in states.bound and (is_long or total in counts)
+        return count in counts or (MAX_ITEMS in counts and count > MAX_ITEMS)  # the first items alone are known
 
 
 def observe(files: Mapping[str, Path]) -> Observation:

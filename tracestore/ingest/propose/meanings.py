@@ -156,6 +156,12 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
         else:
             found.field, found.num_words = field, size
         return found
+    return _of_no_field(found)
+
+
+def _of_no_field(found: Meaning) -> Meaning:
+    """Add what a leaf without a word of a field may be: states by what binds them, or reference answers."""
+    leaf = found.leaf
     is_layer = "dim" in leaf.bound or (leaf.rank and "layer" in leaf.bound)
     if leaf.number_kind in "fv" and is_layer and not SAYING["no states"] & found.words:
         found.field, found.num_words = "hidden_states", 1

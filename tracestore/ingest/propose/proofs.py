@@ -255,8 +255,7 @@ class Case:
                 yield f"{name}: another text may be meant: {', '.join(sorted(keys))}"
         if self._has("prompt_length"):
             yield from self._of_prompts()
-        numbers = [m.leaf for m in self.places.meanings if m.field == "question_id" and self._is_sample(m.leaf)]
-        yield from (f"{leaf}: may be the id" for leaf in numbers if len(set(leaf.scalars)) == len(leaf.scalars))
+        yield from self._of_numbers()
         scores = sorted(name for name in self.lines if name.startswith(("correctness.", "hallucination.")))
         if len(scores) > 1:
             yield f"{', '.join(scores)}: no word tells which score counts"
@@ -266,10 +265,14 @@ class Case:
         doubtful = [m.leaf.key for m in self.places.meanings if m.is_doubtful]
         yield from (f"{key}: may be what a detector says, or words without a meaning" for key in doubtful)
 
-    def _is_sample(self, leaf: Leaf) -> bool:
-        """Return whether a leaf is the number of an answer: a line of its own, or an item that binds it."""
-        address = self.places.address(leaf, self.identity, self.frame.leaf) or ""
-        return (self._has("sample") and self.lines["sample"].address == address) or f"sample={leaf.key}]" in address
+    def _of_numbers(self) -> Iterator[str]:
+        """Yield the numbers of answers that differ in all rows, as ids do."""
+        line = self.lines["sample"].address if self._has("sample") else None
+        for leaf in (m.leaf for m in self.places.meanings if m.field == "question_id"):
+            address = self.places.address(leaf, self.identity, self.frame.leaf) or ""
+            is_number = address == line or f"sample={leaf.key}]" in address
+            if is_number and len(set(leaf.scalars)) == len(leaf.scalars):
+                yield f"{leaf}: may be the id"
 
     def _of_prompts(self) -> Iterator[str]:
         """Yield what else a prompt_length may count; the name may say the question, or its values those of texts."""
