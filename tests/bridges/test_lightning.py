@@ -127,7 +127,7 @@ def test_a_subset_is_split_by_question(path):
     from tracestore.bridges.lightning import TraceDataModule
 
     with tracestore.open(path) as store:
-        part = store.filter(group=["g0", "g1"])
+        part = store.filter(group=["g0", "g1", "g2", "g3"])
         module = TraceDataModule(part, batch_size=4, seed=1, dtype="float32")
         module.setup()
         expected = part.split(seed=1)

@@ -112,7 +112,7 @@ def check_attention(record: TraceRecord, options: PackOptions) -> None:
     """
     has_attention = record.attention is not None or record.edges is not None
     if options.attention != "none" and record.hidden is not None and not has_attention:
-        found = "missing key, and other traces of the store have attention; convert these to another store"
+        found = "missing key, and others of the store have attention: these need another store, or all of them --attention none"
         raise InvalidInputError(found, field="attentions")
     if options.refuse_attention and has_attention:
         raise InvalidInputError(

@@ -327,9 +327,7 @@ def _columns(
         choices = " or ".join(f"--score-column {column}" for column in candidates)
         raise UsageError(f"{path.name}: found columns {' and '.join(candidates)}; choose {choices}")
     column, samples = candidates[0], sample_column_of(header, ids)
-    direction = score_direction or direction_of(column)
-    if column in tested_columns_of(header):
-        direction = HALLUCINATION
+    direction = HALLUCINATION if column in tested_columns_of(header) else score_direction or direction_of(column)
     scores = Scores(path, column, direction or CORRECT, samples, id_column=ids)
     scores.group_column = group_column or column_of(header, GROUP_COLUMN) or GROUP_COLUMN
     scores.has_groups, scores.is_direction_known = scores.group_column in header, direction is not None

@@ -8,7 +8,6 @@ from typing import Any
 
 from tracestore.ingest.execute.row_ranges import covers
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.propose.flat_states import shape_of, sizes_of
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation
 from tracestore.ingest.propose.leftovers import left_over
@@ -20,6 +19,8 @@ from tracestore.ingest.propose.meanings import (
     is_of_bits,
     may_be_label,
     meaning_of,
+    shape_of,
+    sizes_of,
 )
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame, fitting, states_axes, unusual
@@ -146,30 +147,39 @@ class Drafter:
         if address is None:
             return
         name = "hidden_states" if frame.has_tokens else "last_token"
-        shape = self._shapes.get(states.leaf.place)
-        sizes = [*self._sizes.get(states.leaf.place, {}).values()]
-        used = [states, *([] if shape is None else [shape]), *(m for m in self.meanings if m.leaf in sizes)]
+        fixed, doubts, extents = self._stated(states, name, identity, frame)
+        used = [states, *(m for m in self.meanings if m.leaf in extents)]
         choices = [*self._fields(states, identity, frame, used), *self._verdicts(identity, frame, used)]
         for chosen in itertools.product(*choices):
             lines = {name: line for name, line in chosen if line is not None}
             own = [m for m in used if m.field != "attentions" or m.field in lines]
             entries: dict[str, Any] = {name: Line(address, axes).text} | {n: line.text for n, line in lines.items()}
-            entries |= {f"words.{word}": "missing" for meaning in own for word in meaning.missing}
-            if shape is not None:
-                entries[f"shape.{name}"] = self.places.address(shape.leaf, identity, frame.leaf)
-            if states.leaf.kind in "iv" and is_of_bits(states.leaf):
-                entries[f"dtype.{name}"] = "bfloat16"
-            draft = Draft(entries, Case(self.places, states, identity, frame, lines, name).unproved())
-            if sizes:
-                entries[f"shape.{name}"] = [self.places.address(one, identity, frame.leaf) for one in sizes]
-                order = ", ".join(one.key for one in sizes)
-                draft.unproved.append(f"{name}: no word says that the axes lie in the order {order}")
+            entries |= {f"words.{word}": "missing" for meaning in own for word in meaning.missing} | fixed
+            draft = Draft(entries, Case(self.places, states, identity, frame, lines, name).unproved() + doubts)
             draft.left_out, draft.reasons, ignored = left_over(self.places, states, identity, own)
             draft.cost, draft.contradiction = unusual(axes), self._other_order(own, identity)
             if ignored:
                 entries["ignore"] = ignored
             for one in _with_classes(draft, address, self.places.classes(frame.leaf)):
                 yield from _with_opposites(one, own)
+
+    def _stated(
+        self, states: Meaning, name: str, identity: Identity, frame: Frame
+    ) -> tuple[dict[str, Any], list[str], list[Leaf]]:
+        """Return the entries for the shape and the dtype of states, what is not proved of them, and the extents."""
+        entries: dict[str, Any] = {}
+        doubts: list[str] = []
+        shape, sizes = self._shapes.get(states.leaf.place), [*self._sizes.get(states.leaf.place, {}).values()]
+        extents = sizes if shape is None else [shape.leaf]
+        if extents:
+            addresses = [self.places.address(one, identity, frame.leaf) for one in extents]
+            entries[f"shape.{name}"] = addresses if sizes else addresses[0]
+        if sizes:
+            order = ", ".join(one.key for one in sizes)
+            doubts = [f"{name}: no word says that the axes lie in the order {order}"]
+        if states.leaf.kind in "iv" and is_of_bits(states.leaf):
+            entries[f"dtype.{name}"] = "bfloat16"
+        return entries, doubts, extents
 
     def _other_order(self, used: list[Meaning], identity: Identity) -> str:
         """Return what says that the ids have another order than the rows that are joined in order."""
