@@ -18,6 +18,7 @@ _TOLERANCE = 2e-2  # of a sum of weights in float16 or bfloat16
 _BITS, _FLOAT = np.dtype("<u2"), np.dtype("<f4")
 _MOST_BITS = int(np.float16(1 + _TOLERANCE).view("<u2"))  # of positive numbers up to it; negative ones have more
 PADDING_WAYS = 'S.mask, S.lengths or S.padding of a layout states the padding, --padding none (or S.padding = "none") that there is none'
+IS_MASKED = "is masked in every head"
 _FILL_ADVICE = f" in all layers: padding? {PADDING_WAYS}"
 _BORDER_ADVICE = ': S.padding = "none" states that only what the layout leaves out is padding'
 
@@ -248,7 +249,7 @@ def check_masked_tokens(layer: np.ndarray) -> None:
     is_front = len(seen) > 0 and not values[:, seen[-1], 0].any()
     if is_front or len(masked):
         raise InvalidInputError(
-            f"token {0 if is_front else masked[0]} is masked in every head, as padding: {PADDING_WAYS}",
+            f"token {0 if is_front else masked[0]} {IS_MASKED}, as padding: {PADDING_WAYS}",
             field="attentions",
         )
 

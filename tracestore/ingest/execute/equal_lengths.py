@@ -33,10 +33,9 @@ class EqualLengths:
 
     def add(self, record: TraceRecord) -> None:
         """Add a trace; raise InvalidInputError where it and an earlier one look padded."""
-        if not self._is_open or record.tokens is None:
+        size = record.prompt_length if self._has_passes else record.num_tokens
+        if not self._is_open or record.tokens is None or size is None:
             return
-        is_prompt = self._has_passes and record.prompt_length is not None
-        size = record.prompt_length if is_prompt else record.num_tokens
         ids = record.tokens[:size].tolist()
         with self._lock:
             is_first, self._is_open = self._size is None, self._size in (None, size)
@@ -44,7 +43,7 @@ class EqualLengths:
             if self._repeated is None and len(ids) > 1:
                 self._repeated = next((one for one, two in ((ids[0], ids[1]), (ids[-1], ids[-2])) if one == two), None)
             if self._is_open and not is_first and self._repeated is not None:
-                what = "prompt" if is_prompt else "trace"
+                what = "prompt" if self._has_passes else "trace"
                 raise InvalidInputError(
                     f"each {what} so far has {size} tokens, and one has the id {self._repeated} twice at one end: padding? "
                     + PADDING_WAYS,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import escape_unprintable
+from tracestore.ingest.execute.arrays import IS_MASKED
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.propose.drafts import Draft
 from tracestore.ingest.propose.proofs import NUMBER_OF_TRACES, OF_TEXT, PADDING, PASSES, PROOFS_OF_S
@@ -168,10 +169,14 @@ def _without_refuted(found: list[Candidate], files: Mapping[str, Path]) -> list[
 
 def _shown_orders(candidate: Candidate, files: Mapping[str, Path]) -> set[str]:
     """Return the fields whose order of axes the padding shows."""
-    layout, outcome = candidate.layout, candidate.outcome
-    is_padded = outcome.varies and not {"S.mask", "S.lengths"}.isdisjoint(layout.addresses)
-    found = {"attentions"} if is_padded and outcome.has_whole_rows else set[str]()
-    return found | ({layout.states} if is_padded_by(layout, outcome, files) else set())
+    is_shown = is_padded_by(candidate.layout, candidate.outcome, files)
+    return _padded_fields(candidate) | ({candidate.layout.states} if is_shown else set())
+
+
+def _padded_fields(candidate: Candidate) -> set[str]:
+    """Return "attentions" if a mask or lengths that differ leave whole rows of it."""
+    is_padded = candidate.outcome.varies and not {"S.mask", "S.lengths"}.isdisjoint(candidate.layout.addresses)
+    return {"attentions"} if is_padded and candidate.outcome.has_whole_rows else set()
 
 
 def _refutes(one: Candidate, shown: set[str], other: Candidate, its: set[str]) -> bool:
@@ -186,6 +191,8 @@ def _may_be_meant(refusal: str, cost: int, candidate: Candidate) -> bool:
     if _EXTENTS.search(refusal):
         return False
     lines, settings = candidate.layout.addresses, candidate.layout.settings
+    if IS_MASKED in refusal and "attentions" in _padded_fields(candidate):
+        return False
     # Lengths that differ leave out zeros, NaN or one token id, at the end that no entry states.
     if _ASKS_SIDE in refusal and candidate.outcome.varies and "S.lengths" in lines and "S.side" not in settings:
         return False
