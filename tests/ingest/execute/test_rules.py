@@ -524,6 +524,23 @@ def test_rule_08_a_file_without_a_line(tmp_path):
     assert len(convert(tmp_path, ROWS | {"ignore": ["attn.npy"]})) == 3
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("truth.csv : [id=qid]/ok", "the line for is_correct matches no file: truth.csv; or add a line"),
+        (
+            "labels.csv:[id=qid]/ok",
+            r"matches no file: labels.csv:\[id=qid\]/ok: a line is FILES : PATH -> AXES, with blanks",
+        ),
+    ],
+)
+def test_rule_08_a_misspelled_line_is_named(tmp_path, line, words):
+    save(tmp_path / "in/q0.npy", states(2, 3, 8))
+    (tmp_path / "in/labels.csv").write_text("qid,ok\nq0,1\n")
+
+    refuse(tmp_path, {"hidden_states": "{id}.npy -> L S D", "is_correct": line}, words)
+
+
 def test_rule_08_an_address_without_files(tmp_path):
     write_rows(tmp_path)
     refuse(tmp_path, {"hidden_states": "[id=id]/hs -> L S D"}, r"expected FILES : \[id=id\]/hs$")

@@ -174,8 +174,9 @@ def claim_files(
         lines = json.dumps(unowned[:_MAX_NAMES], ensure_ascii=False)
         way = f"add a line, {'pass --scores, ' * unowned[0].endswith(('.csv', '.tsv'))}or ignore = {lines}"
         way = "unpack it" if unowned[0].lower().endswith(_ARCHIVES) else way
-        wrong = next((text for text, found in claimed.items() if not found and text.startswith(("[", "{}"))), None)
-        way = way if wrong is None else f"{wrong} is the name of a file in its lines, expected FILES : {wrong}"
+        empty = (place for place in plan.places if not (claimed[place.address.files.text] or place.is_optional))
+        if (place := next(empty, None)) is not None:
+            way = _way_of_empty(place.name, place.address.files.text, way)
         raise InvalidInputError(f"no line of the layout names {some_of(unowned)}; {way}")
     if is_stated:
         _check_ignored(plan, claimed)
@@ -187,6 +188,14 @@ def claim_files(
             found = f"no file matches {place.address.files.text}; {reason}; without such a file, remove its lines"
             raise InvalidInputError(found, field=place.name)
     return claimed
+
+
+def _way_of_empty(name: str, text: str, way: str) -> str:
+    """Return what to do where the FILES of a line match no file; `way` is for files that belong to no line."""
+    if text.startswith(("[", "{}")):
+        return f"{text} is the name of a file in its lines, expected FILES : {text}"
+    blanks = ": a line is FILES : PATH -> AXES, with blanks around : and ->" if ":" in text or "->" in text else ""
+    return f"the line for {name} matches no file: {text}{blanks}; or {way}"
 
 
 def _check_wild(text: str, files: Iterable[FoundFile]) -> None:
