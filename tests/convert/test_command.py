@@ -37,6 +37,13 @@ def test_convert_uses_the_scores_file_of_the_folder_and_skips_committed_files(fo
     assert "2 files already in the store" in again.stdout and tree_bytes(tmp_path / "s.zarr") == before
 
 
+def test_a_store_is_no_source(folder, tmp_path):
+    convert(folder, tmp_path / "s.zarr")
+    found = error_of("convert", tmp_path / "s.zarr", tmp_path / "t.zarr", code=2)
+    assert "s.zarr: a store; tracestore merge and subset copy stores" in found and found.count("\n") == 1
+    assert not (tmp_path / "t.zarr").exists()
+
+
 def test_json_output_is_one_document(folder, tmp_path):
     done = convert(folder, tmp_path / "s.zarr", "--json")
     summary = json.loads(done.stdout)

@@ -13,6 +13,7 @@ from tracestore.errors import InvalidInputError, UsageError, escape_unprintable,
 from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
 from tracestore.ingest.layout.places import Place, Plan, wild_prefixes
+from tracestore.store.io.files import LocalFiles
 from tracestore.store.io.provenance_file import PROVENANCE_FILE
 from tracestore.store.vocabulary import score_of_word
 
@@ -105,6 +106,10 @@ def list_files(arguments: list[Path], store: Path) -> dict[str, Path]:
     for argument in arguments:
         if not os.path.lexists(argument):
             raise UsageError(f"{argument}: no such file or folder")
+        if argument.is_dir() and LocalFiles(argument).has_root():
+            raise UsageError(
+                f"{argument}: a store; tracestore merge and subset copy stores, tracestore export writes files"
+            )
         pairs = _walk(argument, store) if argument.is_dir() else [(argument.name, argument)]
         own: dict[str, Path] = {}
         # The name of a file is its own, not that of a link next to it such as latest.pt.
