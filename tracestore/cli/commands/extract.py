@@ -147,11 +147,14 @@ def run(args: argparse.Namespace, output: Output) -> None:
     output.info(f"{plural(total, 'answer')} of {args.model} -> {args.output}")
     report = extraction.ExtractReport(str(args.output))
     with Progress(output) as progress:
-        for is_correct in steps:
-            report.add(is_correct)
-            if is_correct is not None:
-                done = report.made + report.already_there
-                progress.update(done, total, lambda: f"{report.right / report.made:.0%} correct")
+        try:
+            for is_correct in steps:
+                report.add(is_correct)
+                if is_correct is not None:
+                    done = report.made + report.already_there
+                    progress.update(done, total, lambda: f"{report.right / report.made:.0%} correct")
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("interrupted; the same command continues") from None
     share = f", {report.right / report.made:.0%} of the new answers correct" if report.made else ""
     output.info(
         f"{args.output}: {plural(report.made, 'new trace')}, {plural(report.already_there, 'existing trace')}{share}"
