@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -211,7 +211,7 @@ def _found_parts(
             return proposal.layout
         if proposal.layout is not None:
             return InvalidInputError(f"{_flags(lines)} adds lines to built-in layouts; state this one with --field")
-        tables = ((path, proposal.observation.ids(name)) for name, path in files.items())
+        tables = ((path, partial(proposal.observation.ids, name)) for name, path in files.items())
         advice = next((text for path, ids in tables if (text := scores_advice(path, ids)) is not None), None)
         also = "" if advice is None else f"; {advice} takes the scores of this table by id"
         return InvalidInputError(proposal.refusal() + alone * bool(proposal.candidates) + also)

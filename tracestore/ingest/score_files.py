@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
@@ -15,7 +15,14 @@ from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.exports import EXPORT_FILE
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, Value
-from tracestore.store.format.labels import DEFAULT_SCORE_NAME, PREDICTION_COLUMNS, STORE_COLUMN, is_prediction
+from tracestore.store.format.labels import (
+    CORRECT,
+    DEFAULT_SCORE_NAME,
+    HALLUCINATION,
+    PREDICTION_COLUMNS,
+    STORE_COLUMN,
+    is_prediction,
+)
 from tracestore.store.io.fsio import open_regular
 from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES, SYNONYMS
 from tracestore.store.vocabulary import direction_of as direction_of_name
@@ -283,15 +290,25 @@ def _chosen(found: list[Path], tops: set[Path]) -> list[Path]:
     return chosen
 
 
-def scores_advice(path: Path, ids: Container[str]) -> str | None:
+def direction_in(header: Sequence[str], column: str, stated: str | None) -> str | None:
+    """Return what a high value of a column means: of predictions a hallucination, else what is stated or its name says."""
+    if column not in tested_columns_of(header):
+        return stated or direction_of(column)
+    if stated == CORRECT:
+        raise UsageError(f"{column} of predictions is high for hallucinations, not for correct answers")
+    return HALLUCINATION
+
+
+def scores_advice(path: Path, ids: Callable[[], Container[str]]) -> str | None:
     """Return the flags that take the scores of a table with a column of scores, and of ids of traces; None for others."""
     if path.suffix not in _TABLES:
         return None
     columns: list[str] = []
     with contextlib.suppress(InvalidInputError, OSError), read_table(path) as table:
         own = id_column_of(table.header)
-        if own is not None and any(key_text(row.get(own)) in ids for row in table.rows):
-            columns = score_columns_of(table.header)
+        found = [] if own is None else score_columns_of(table.header)
+        known = ids() if found else ()
+        columns = found if any(key_text(row.get(own or "")) in known for row in table.rows) else []
     if not columns:
         return None
     column = f" --score-column {columns[0]}" if len(columns) > 1 else ""

@@ -22,7 +22,7 @@ from tracestore.ingest.score_files import (
     ScoreTable,
     ambiguous_direction,
     column_of,
-    direction_of,
+    direction_in,
     id_column_of,
     normalized,
     other_id_columns,
@@ -30,7 +30,6 @@ from tracestore.ingest.score_files import (
     sample_column_of,
     score_columns_of,
     score_name,
-    tested_columns_of,
 )
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.vocabulary import SYNONYMS, score_of_word
@@ -315,9 +314,7 @@ def _columns(
         if given not in header:
             raise InvalidInputError(f"{found}, expected {given} among them")
     if ids is None:
-        raise InvalidInputError(
-            f"{found}, expected {ID_COLUMN} among them; name the column of the ids with --id-column"
-        )
+        raise InvalidInputError(f"{found}, expected {ID_COLUMN} among them; --id-column names that of the ids")
     candidates = [score_column] if score_column else score_columns_of(header, name)
     if not candidates:
         expected = "a known name of scores, such as score, correct, accuracy, bleurt or hallucination, among them"
@@ -327,7 +324,7 @@ def _columns(
         choices = " or ".join(f"--score-column {column}" for column in candidates)
         raise UsageError(f"{path.name}: found columns {' and '.join(candidates)}; choose {choices}")
     column, samples = candidates[0], sample_column_of(header, ids)
-    direction = HALLUCINATION if column in tested_columns_of(header) else score_direction or direction_of(column)
+    direction = direction_in(header, column, score_direction)
     scores = Scores(path, column, direction or CORRECT, samples, id_column=ids)
     scores.group_column = group_column or column_of(header, GROUP_COLUMN) or GROUP_COLUMN
     scores.has_groups, scores.is_direction_known = scores.group_column in header, direction is not None

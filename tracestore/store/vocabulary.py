@@ -341,12 +341,14 @@ question_id: qid, id, ids, uid, uuid, example id, example ids, sample id, doc id
   id, conversation id, custom id, question ids, qids, idx, index, indices, question idx, example idx, prompt idx, q
   indices, sample idx, instance id, instance ids, item id, data id, record id, sample ids, doc ids, numéro, n,
   example, item, key, doc
-sample: sample idx, sample id, sample index, sample number, answer idx, generation idx, k
+sample: sample idx, sample id, sample index, sample number, sample no, answer idx, answer no, generation idx, generation no,
+  generation, k
 question: prompt, query, instruction, statement, statements, questions, prompts, input text, q
 generated_answer: response, completion, prediction, generation, output, output text, reply, model answer, answers,
   responses, generated, completions, model output, pred, text, content, predicted answer
 prompt_length: prompt len, prompt lens, prompt lengths, prompt tokens, num prompt tokens, n prompt tokens, n prompt, prompt n,
-  num prompt, input length, input len, input lens, input lengths, question length, question len, question lens, context len
+  num prompt, input length, input len, input lens, input lengths, question length, question len, question lens, context len,
+  answer start, ans start
 S.mask: attention mask, mask, attn mask, padding mask
 S.lengths: length, lengths, seq lens, seq len, seq lengths, seqlens, num tokens, lens, n tokens,
   token count, token counts, total tokens, valid tokens, num valid tokens, sequence length, sequence lengths, sequence len,

@@ -98,6 +98,11 @@ def test_layers_of_saplma_count_from_the_end(tmp_path):
         np.testing.assert_allclose(trace.last_token, [rows[4][k][2], rows[1][k][2]], atol=2e-3)
 
 
+def test_a_number_next_to_the_word_layer_does_not_count_from_the_end(tmp_path):
+    files = {f"embeddings_animals_layer_{k}.csv": csv_of([("s", 1, states(8).tolist())]) for k in (2, 10)}
+    assert owners(tmp_path, files) == {None}
+
+
 @pytest.mark.parametrize("column", ["", "Unnamed: 0"])
 @pytest.mark.parametrize(("numbers", "is_read"), [((0, 1, 2), True), ((0, 2, 3), False), (("a", "b", "c"), False)])
 def test_saplma_reads_the_index_that_counts_rows(tmp_path, column, numbers, is_read):

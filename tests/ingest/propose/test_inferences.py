@@ -1,5 +1,7 @@
 """Test inferences from names and tables in ordinary folders, each next to a folder in which the same inference would be wrong."""
 
+import json
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -339,7 +341,6 @@ def _classes(tmp_path, names, **more):
     [
         (("yes_hallucination", "no_hallucination"), "is_hallucinated", [1, 0, 1]),
         (("Hallucination-No", "Hallucination-Yes"), "is_hallucinated", [0, 1, 0]),
-        (("halluc_0", "halluc_1"), "is_hallucinated", [0, 1, 0]),
         (("is_hal_true", "is_hal_false"), "is_hallucinated", [1, 0, 1]),
         (("hal_pos", "hal_neg"), "is_hallucinated", [1, 0, 1]),
         (("yes_correct", "no_correct"), "is_correct", [1, 0, 1]),
@@ -359,7 +360,14 @@ def test_folders_of_classes_whose_words_say_it(tmp_path, names, field, values):
 
 
 @pytest.mark.parametrize(
-    "names", [("true", "false"), ("no", "yes"), ("pos", "neg"), ("positive", "negative"), ("label_0", "label_1")]
+    "names",
+    [
+        ("true", "false"),
+        ("no", "yes"),
+        ("pos", "neg"),
+        ("positive", "negative"),
+        ("label_0", "label_1"),
+    ],
 )
 def test_folders_of_classes_whose_words_do_not_say_it_are_asked(tmp_path, names):
     _classes(tmp_path, names)
@@ -428,3 +436,65 @@ def test_lengths_of_contexts_of_a_stack_are_its_lengths(tmp_path):
     proposal = proposal_of(tmp_path)
     assert proposal.candidates
     assert all("S.lengths" in one.layout.addresses for one in proposal.candidates), proposal.message()
+
+
+@pytest.mark.parametrize("name", ["condition", "kind", "grade"])
+@pytest.mark.parametrize("words", [("truthful", "deceptive"), ("unsupported", "fine"), ("correct", "bad")])
+def test_one_of_two_texts_that_says_a_class_is_asked(tmp_path, name, words):
+    """[a column of classes that is left out] Whatever its name, and however rare the known word."""
+    (tmp_path / "in").mkdir()
+    for k in range(5):
+        np.savez(tmp_path / f"in/q{k}.npz", hs=states(3, 4 + k, 8, seed=k), input_ids=np.arange(5, 9 + k))
+    rows = {f"q{k}": {name: words[k > 0]} for k in range(5)}
+    (tmp_path / "in/manifest.json").write_text(json.dumps(rows))
+
+    candidates = refuse(tmp_path).candidates
+    meant = [c.layout for c in candidates if c.layout.settings.get(f"words.{words[1]}") == (words[0] == "unsupported")]
+    assert meant and all("is_correct" in layout.addresses for layout in meant)
+
+
+@pytest.mark.parametrize("name", ["answer_start", "ans_start"])
+def test_the_start_of_the_answer_is_asked(tmp_path, name):
+    """[a place in a text, as in SQuAD]"""
+    dump(tmp_path / "in/a.pkl", [row | {name: 2} for row in rows()])
+    refuse(tmp_path, "prompt_length: it may be a place in the text")
+
+
+@pytest.mark.parametrize("name", ["generation", "answer_no", "sample_no"])
+def test_columns_that_number_answers(tmp_path, name):
+    found = [row | {"id": f"q{k // 2}", name: k % 2, "text": "It is."} for k, row in enumerate([*rows(), *rows()][:4])]
+    for k, row in enumerate(found):
+        row["hs"] = states(*row["hs"].shape, seed=40 + k)
+    dump(tmp_path / "in/a.pkl", found)
+    proposal = proposal_of(tmp_path)
+    entries = (proposal.layout or proposal.candidates[0].layout).to_entries()
+    assert entries["hidden_states"].startswith(f"a.pkl : [id=id, sample={name}]/")
+
+
+@pytest.mark.parametrize("names", [("context_yes", "context_no"), ("rag_true", "rag_false"), ("pos", "neg")])
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_folders_of_another_class_next_to_labels(tmp_path, names, num_rows):
+    """[the class of the prompt that is taken for the label, proved by rows that happen to agree]"""
+    for k in range(6):
+        save(tmp_path / f"in/{names[k % 2]}/q{k}.npy", states(3, 4 + k, 8, seed=k))
+    rows = "".join(f"q{k},{int(k in (0, 3))}\n" for k in range(num_rows))
+    (tmp_path / "in/labels.csv").write_text("id,is_correct\n" + rows)
+
+    proposal = proposal_of(tmp_path)
+    for layout in [proposal.layout] if proposal.layout else [one.layout for one in proposal.candidates]:
+        assert "is_hallucinated" not in layout.templates and "is_correct" not in layout.templates
+        assert "is_correct" in layout.addresses
+
+
+@pytest.mark.parametrize("name", ["response_text", "output_text", "response_content"])
+def test_an_answer_that_asks_is_no_question(tmp_path, name):
+    found = [row | {name: f"Do you mean {k}?"} for k, row in enumerate(rows())]
+    dump(tmp_path / "in/a.pkl", found)
+    proposal = proposal_of(tmp_path)
+    for layout in [proposal.layout] if proposal.layout else [one.layout for one in proposal.candidates]:
+        assert "question" not in layout.addresses
+
+
+def test_folders_of_numbers_may_be_parts(tmp_path):
+    _classes(tmp_path, ("halluc_0", "halluc_1"))
+    refuse(tmp_path, "in the names: no word says of what")

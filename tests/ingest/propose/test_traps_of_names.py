@@ -212,13 +212,14 @@ def test_a_length_in_words_or_of_the_question_is_no_prompt_length_rule_16(tmp_pa
     refuse(tmp_path, "prompt_length: it may count characters or words")
 
 
-@pytest.mark.parametrize("name", ["n_prompt", "num_prompt"])
-def test_a_number_of_prompts_is_no_prompt_length_rule_16(tmp_path, name):
-    write_questions(tmp_path / "in", "pkl", {"question": QUESTIONS, name: [1, 1, 1]})
-    refuse(tmp_path, "prompt_length: it may count prompts")
+@pytest.mark.parametrize("name", ["n_prompt", "num_prompt", "prompt_n"])
+@pytest.mark.parametrize("values", [[1, 1, 1], [1, 2, 3], [3, 3, 3]])
+def test_a_number_of_prompts_is_no_prompt_length_rule_16(tmp_path, name, values):
+    write_questions(tmp_path / "in", "pkl", {"question": QUESTIONS, name: values})
+    refuse(tmp_path, "prompt_length: it may be the number of the prompt")
 
 
-@pytest.mark.parametrize("name", ["prompt_len", "input_len", "n_prompt_tokens", "n_prompt"])
+@pytest.mark.parametrize("name", ["prompt_len", "input_len", "n_prompt_tokens"])
 @pytest.mark.parametrize("container", ["pkl", "npz", "table"])
 def test_a_length_in_tokens_is_the_prompt_length(tmp_path, name, container):
     write_questions(tmp_path / "in", container, {"question": QUESTIONS, name: [2, 3, 2]})

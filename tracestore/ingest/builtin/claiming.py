@@ -142,6 +142,8 @@ def _matching(name: str, known: Sequence[Builtin]) -> list[tuple[Builtin, str]]:
     # Built-in layouts share patterns: each is matched once.
     texts = {text: pattern for b in known for text, pattern in b.patterns.items()}
     fitting = {text for text, pattern in texts.items() if pattern.match(name) is not None}
+    # Numbers of a tool that count from the end have no such word: layer_4 may count from the first layer.
+    fitting = {text for text in fitting if "{layer:-d}" not in text or "layer" not in name.lower()}
     return [(b, text) for b in known for text in b.patterns if text in fitting]
 
 

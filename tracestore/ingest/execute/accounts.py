@@ -10,9 +10,8 @@ from typing import Any
 from tracestore.errors import InvalidInputError, escape_unprintable, nearest, some_of
 from tracestore.ingest.execute.claims import Claimed
 from tracestore.ingest.execute.equal_lengths import EqualLengths
-from tracestore.ingest.execute.join import Column, RowTexts
+from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.row_numbers import RowNumbers, key_words
-from tracestore.ingest.execute.row_ranges import RowStarts
 from tracestore.ingest.execute.shown_traces import ShownTraces
 from tracestore.ingest.execute.table_accounts import (
     KeptValues,
@@ -158,7 +157,7 @@ class RunAccount:
         self._in_order: dict[tuple[str, str], tuple[int, tuple[int, str], tuple[int, str]]] = {}
         self.is_whole = True
         self._needs_tokens = is_stated and plan.layout.addresses.keys() & _OF_TOKENS == {"prompt_length"}
-        self.numbers, self.starts = RowNumbers(is_stated=is_stated), RowStarts(plan)
+        self.numbers = RowNumbers(is_stated=is_stated)
         self._first_numbers: dict[tuple[str, int], int] = {}
         # The names of files that are the ids of the traces.
         files = {place.address.files.text: place.address.files for place in plan.states}
@@ -171,14 +170,14 @@ class RunAccount:
         self.shown = ShownTraces(plan)
         self.lengths = EqualLengths(plan, is_stated=is_stated)
 
-    def refuse_unclaimed(self, texts: RowTexts, node: Node, key: str, value: Value, bound: Bound) -> None:
+    def refuse_unclaimed(self, columns: TraceColumns, node: Node, key: str, value: Value, bound: Bound) -> None:
         """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
         if node.prefix.endswith(("]/", "}/")):
-            texts.add(node.prefix, str(key), value, bound)
+            columns.texts.add(node.prefix, str(key), value, bound)
         is_of_states = node.prefix.removesuffix("[]/") in self._prefixes and AXIS_NAMES.keys().isdisjoint(bound)
         is_chunk = "chunk" in bound and any("chunk" in p.address.bound for p in self._plan.states)
         self.numbers.check(node.prefix, str(key), value, bound, is_of_states=is_of_states, is_chunk=is_chunk)
-        self.starts.add(node.prefix, str(key), value, bound)
+        columns.starts.add(node.prefix, str(key), value, bound)
         if "id" in bound and isinstance(value, str) and node.prefix.endswith("]/"):
             self._check_file_name(f"{node.prefix}{key}", str(key), value, bound)
         if self._holds_layer_numbers(f"{node.prefix}{key}", str(key), value):
@@ -292,6 +291,7 @@ class RunAccount:
         yield from self.shown.lines(is_stated=self._is_stated)
         if self.is_read and (error := self.not_found()) is not None:
             raise error
+        self.lengths.close()
         if not self._is_stated:  # by a person, who knows what the lines leave out
             self.left_out |= {
                 str(a) for a in self._plan.left_out if a.path and self._trees[a.files.text].at(a.path).is_found

@@ -16,7 +16,7 @@ from tracestore.ingest.execute.accounts import RunAccount, SourceAccount
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FileKeys, FoundFile, claim_files, group_files
 from tracestore.ingest.execute.direct import DirectReader, direct_step
-from tracestore.ingest.execute.join import Arena, Column, RowTexts
+from tracestore.ingest.execute.join import Arena, Column
 from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
 from tracestore.ingest.execute.table_accounts import check_totals
 from tracestore.ingest.execute.traces import TraceCells, TraceColumns, traces_of
@@ -102,7 +102,7 @@ class Execution:
         plan = self.plan
         self._trees = {text: tree_of(text, plan.places, plan.left_out, plan.states) for text in plan.files}
         self.account = RunAccount(self.plan, self._trees, len(self.groups), is_stated=self._is_stated)
-        self._row_texts = RowTexts(self.plan)  # of the tables
+        self._of_tables = TraceColumns(self.plan)
 
     def probe(self) -> "Execution":
         """Return an execution with accounts of its own, for a look at the first traces of files that are read later."""
@@ -198,7 +198,7 @@ class Execution:
 
     def _joined(self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch) -> Makers:
         """Yield what makes each record of a source whose fields are joined; close the accounts of its columns."""
-        columns = TraceColumns(self.plan, self.account.starts, tables=self._load_tables(scratch))
+        columns = TraceColumns(self.plan, tables=self._load_tables(scratch), table_starts=self._of_tables.starts)
         builder = TraceBuilder(maker, self.account.kept)
 
         def made(trace: TraceCells, position: int) -> TraceRecord | None:
@@ -229,7 +229,7 @@ class Execution:
         assert not isinstance(self._step, bool)
         (text,) = group.files
         root, step = self._trees[text], self._step
-        on_unclaimed = partial(self.account.refuse_unclaimed, RowTexts(self.plan))
+        on_unclaimed = partial(self.account.refuse_unclaimed, TraceColumns(self.plan))
         for file in group.files[text]:
             with error_location(file.name), self._open(file.path, scratch) as opened:
                 value = self._check(text, file.name, opened)
@@ -248,9 +248,9 @@ class Execution:
         rows = {column.num_rows({}) for column in in_order if column.names in (("N",), ("N*",))}
         number = bound.get("N*" if self.plan.is_global else "N")
         row = number if len(rows) == 1 and "K" not in bound else None
-        self._row_texts.check({**bound, "N": row if rows else number}, record)
+        self._of_tables.texts.check({**bound, "N": row if rows else number}, record)
         if row is not None:
-            self._row_texts.check_ids(row, rows.pop() or 0, record.question_id)
+            self._of_tables.texts.check_ids(row, rows.pop() or 0, record.question_id)
 
     def _found(self, traces: Iterator[TraceCells], account: SourceAccount, group: FileGroup) -> Iterator[TraceCells]:
         for trace in traces:
@@ -260,11 +260,13 @@ class Execution:
             environment["file"] = self._file_keys.keys.get(environment["file"], environment["file"])
             yield trace
 
-    def _cells(self, text: str, file: FoundFile, root: Value, texts: RowTexts, *, is_table: bool = False) -> Cells:
-        """Yield the values of a file; `texts` takes those of rows that no line names."""
+    def _cells(
+        self, text: str, file: FoundFile, root: Value, columns: TraceColumns, *, is_table: bool = False
+    ) -> Cells:
+        """Yield the values of a file; `columns` takes texts and numbers of rows that no line names."""
         kept = self.account.kept
         keeps = (kept.has_row if is_table else kept.has) if kept else None
-        walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts), keeps)
+        walk = Walk(file.name, partial(self.account.refuse_unclaimed, columns), keeps)
         return walk.cells(self._trees[text], root, {**file.bound, "file": file.name})
 
     def _units(
@@ -277,7 +279,7 @@ class Execution:
             for file in group.files[text]:
                 with error_location(file.name):
                     root = self._check(text, file.name, opened.enter_context(self._open(file.path, scratch)))
-                    for cell in arena.kept(self._cells(text, file, root, columns.texts), root):
+                    for cell in arena.kept(self._cells(text, file, root, columns), root):
                         if cell is None:
                             if pending:
                                 yield pending
@@ -293,13 +295,11 @@ class Execution:
         """Return the columns of the tables, which are read once and stay open to the end of the run."""
         with self._lock:
             if self._tables is None:
-                columns = TraceColumns(self.plan, self.account.starts)
-                self._row_texts = columns.texts
-                files = [(text, file) for text in self.tables for file in self._claimed[text]]
-                for text, file in files:
+                columns = self._of_tables = TraceColumns(self.plan)
+                for text, file in ((t, file) for t in self.tables for file in self._claimed[t]):
                     with error_location(file.name):
                         root = self._resources.enter_context(open_tree(file.path, scratch=scratch))
-                        for cell in filter(None, self._cells(text, file, root, columns.texts, is_table=True)):
+                        for cell in filter(None, self._cells(text, file, root, columns, is_table=True)):
                             if "file" in self.plan.keys[cell.place]:
                                 cell.bound["file"] = self._file_keys.of_row(cell.bound["file"], file)
                             columns.add(cell, file.name)
@@ -382,7 +382,7 @@ class Execution:
         self.account.add_tables(self._tables or {}, self._claimed)
         self._tables = None
         self.release()
-        self._row_texts.close()
+        self._of_tables.texts.close()
 
     def release(self) -> None:
         """Close the tables, and the files that were looked at alone; `close` does so, too."""

@@ -17,6 +17,7 @@ from tracestore.store.vocabulary import SYNONYMS
 # What gives the rows of each trace.
 RANGES = ("S.offsets", "S.starts", "S.owner", "S.ends", "S.lengths")
 _NAMES = {name: field for field in ("S.offsets", "S.starts", "S.ends") for name in SYNONYMS[field]}
+_MAX_DIGITS = 18
 Spans = list[tuple[int, int]]
 
 
@@ -42,16 +43,20 @@ class RowStarts:
     Parameters
     ----------
     plan : Plan
+    tables : RowStarts, optional
+        The rows of tables, which are compared next to those of one source.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, tables: "RowStarts | None" = None) -> None:
         self._is_needed = plan.layout.addresses.keys() & set(RANGES) == {"S.lengths"}
         # By path and key: what joins the rows, and their values.
         self._columns: dict[tuple[str, str], tuple[list[str], dict[tuple[Any, ...], int]]] = {}
+        self._tables = tables
 
     def add(self, prefix: str, key: str, value: Any, bound: Mapping[str, Any]) -> None:
         """Add a value of the next row of a list or table."""
-        if self._is_needed and "N" in bound and (type(value) is int or (type(value) is str and value.isdecimal())):
+        is_text = type(value) is str and value.isdecimal() and len(value) <= _MAX_DIGITS
+        if self._is_needed and "N" in bound and (type(value) is int or is_text):
             names = [name for name in bound if name != "file" and name[0] != "*"]
             _, values = self._columns.setdefault((prefix, key), (names, {}))
             values[tuple(map(bound.get, names))] = int(value)
@@ -61,7 +66,8 @@ class RowStarts:
 
         By its name, or because such rows cover the axis, too, it says where the rows of each trace begin or end.
         """
-        for (prefix, key), (names, values) in self._columns.items():
+        of_tables = {} if self._tables is None else self._tables._columns
+        for (prefix, key), (names, values) in [*self._columns.items(), *of_tables.items()]:
             rows = [tuple(n if name == "N" else environment.get(name) for name in names) for n in range(len(spans))]
             pairs = [(values[row], span) for row, span in zip(rows, spans, strict=True) if row in values]
             wrong = [next((pair for pair in pairs if pair[0] != pair[1][at]), None) for at in (0, 1)]

@@ -28,7 +28,7 @@ class TraceColumns:
     """
 
     plan: Plan
-    starts: RowStarts
+    table_starts: RowStarts | None = None
     unit: dict[Place, Column] = field(default_factory=dict)
     source: dict[Place, Column] = field(default_factory=dict)
     tables: Mapping[Place, Column] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class TraceColumns:
     num_answers: dict[str, int] = field(default_factory=dict)  # the last number of an answer by question
 
     def __post_init__(self) -> None:
-        self.texts = RowTexts(self.plan)
+        self.texts, self.starts = RowTexts(self.plan), RowStarts(self.plan, self.table_starts)
 
     def add(self, cell: Cell, source: str) -> None:
         """Add a value of a file of the source."""

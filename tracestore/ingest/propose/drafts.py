@@ -13,17 +13,15 @@ from tracestore.ingest.propose.leaves import Leaf, Observation
 from tracestore.ingest.propose.leftovers import left_over
 from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import (
-    LABELS,
     STATES,
     Meaning,
+    ask_label,
     is_of_bits,
     may_be_label,
     meaning_of,
-    shape_of,
-    sizes_of,
 )
 from tracestore.ingest.propose.names import words_of
-from tracestore.ingest.propose.orders import Axes, Frame, fitting, states_axes, unusual
+from tracestore.ingest.propose.orders import Axes, Frame, fitting, shape_of, sizes_of, states_axes, unusual
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Case, Line
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT
@@ -93,7 +91,7 @@ class Drafter:
             m for m in self.meanings if not m.field and not m.reason and m.leaf.rank < 2 and may_be_label(m.leaf)
         ]
         if len(unnamed) == 1 and not any(m.verdicts for m in self.meanings):
-            unnamed[0].field, unnamed[0].verdicts, unnamed[0].is_doubtful = "verdict", LABELS, True
+            ask_label(unnamed[0])
         self._sizes = {m.leaf.place: sizes for m in self.meanings if (sizes := sizes_of(m, self.meanings))}
         self.places = Places(observation, self.meanings)
 
@@ -344,8 +342,13 @@ def _with_classes(draft: Draft, address: str, classes: Sequence[str]) -> Iterato
     is_said = None not in are_correct.values()
     fields = [name for name in JUDGMENTS if name not in draft.entries and (is_said or way in (None, SCORES[name]))]
     fields = fields[:1] if is_said else fields
-    doubts = [f"{' or '.join(classes)} in the names: no word says of what"] * (len(fields) > 1)
-    doubts += ["the class in the names is not read"] * (not fields)
+    is_open = not is_said and (way is None or any(word.isdecimal() for word in classes))
+    doubts = [f"{' or '.join(classes)} in the names: no word says of what"] * (is_open and bool(fields))
+    unread = ["the class in the names is not read"]
+    doubts += unread * (not fields)
+    if not is_said and not draft.entries.keys().isdisjoint(JUDGMENTS):  # folders may say something else
+        plain = {name: _without_class(value) for name, value in draft.entries.items()}
+        yield replace(draft, entries=plain, unproved=[*draft.unproved, *unread])
     for name in fields:
         entries: dict[str, Any] = draft.entries | {name: "={verdict}"}
         for word, is_correct in are_correct.items():
@@ -354,6 +357,13 @@ def _with_classes(draft: Draft, address: str, classes: Sequence[str]) -> Iterato
                     is_correct == (name == "is_correct") if is_said else CLASSES.get(word.lower())
                 )
         yield replace(draft, entries=entries, unproved=[*draft.unproved, *doubts])
+
+
+def _without_class(value: Any) -> Any:
+    """Return the value of an entry with a plain name in the place of the class."""
+    if isinstance(value, list):
+        return [_without_class(item) for item in value]
+    return value.replace("{verdict}", "{kind}") if isinstance(value, str) else value
 
 
 def _choices(name: str, meaning: Meaning, lines: Sequence[Line]) -> list[_Choice]:

@@ -1,16 +1,15 @@
 """Fields of leaves: what the words of their names say, never their axes, and what 0 and 1 of a label mean (rule 22)."""
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.values import label_value
-from tracestore.ingest.propose.leaves import Leaf, Spot
+from tracestore.ingest.propose.leaves import Leaf
 from tracestore.ingest.propose.names import contains, without_names, words_of
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, HALLUCINATION
@@ -142,9 +141,7 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
         return found
     for words in _names(leaf, siblings):
         found.verdicts, found.is_doubtful = _verdicts(leaf, words, siblings)
-        if found.verdicts and leaf.number_kind == "s":
-            known, others = _words_of_judges(leaf.scalars)
-            found.missing = others if known and len(others) < 3 else ()
+        found.missing = _unknown_words(leaf) if found.verdicts else ()
         field, size = ("verdict", 0) if found.verdicts else _field(words, leaf, siblings)
         if not field:
             continue
@@ -211,7 +208,7 @@ def _field(words: tuple[str, ...], leaf: Leaf, siblings: frozenset[str]) -> tupl
         is_letter = size == 1 and len(phrase[0]) == 1 and words != phrase
         if not is_known and not is_letter and contains(words, phrase):
             best = next(((field, size) for field in fields if _takes(field, leaf)), best)
-    is_vague = best[0] == "generated_answer" and words[-1] in ("text", "content")
+    is_vague = best[0] == "generated_answer" and words in (("text",), ("content",))
     return ("question", best[1]) if is_vague and _asks(leaf, siblings) else best
 
 
@@ -288,6 +285,19 @@ def _of_words(values: Sequence[Any], direction: str | None) -> tuple[str | None,
     return (CORRECT if follows == {False} else direction), bool(others)
 
 
+def ask_label(found: Meaning) -> None:
+    """Make a leaf of any name a label whose meaning is asked; words that mean the same under every field say it."""
+    is_of_words = found.leaf.number_kind == "s" and _of_words(found.leaf.scalars, None)[0] == CORRECT
+    found.field, found.is_doubtful = "verdict", True
+    found.verdicts, found.missing = LABELS[: 1 if is_of_words else 2], _unknown_words(found.leaf)
+
+
+def _unknown_words(leaf: Leaf) -> tuple[str, ...]:
+    """Return up to two words next to words of judges in a column of texts."""
+    known, others = _words_of_judges(leaf.scalars) if leaf.number_kind == "s" else (set(), ())
+    return others if known and len(others) < 3 else ()
+
+
 def _words_of_judges(values: Sequence[Any]) -> tuple[set[bool], tuple[str, ...]]:
     """Return whether words of judges follow the field, and the other words."""
     follows: set[bool] = set()
@@ -304,9 +314,10 @@ def _words_of_judges(values: Sequence[Any]) -> tuple[set[bool], tuple[str, ...]]
 
 
 def may_be_label(leaf: Leaf) -> bool:
-    """Return whether half of the values are 0, 1 or words of judges, so that a column without such a name may be a label."""
+    """Return whether half of the values are 0, 1 or words of judges, or one of two texts is, under any name."""
     labels = [_label(value, LABELS[0]) in (0, 1) for value in leaf.scalars]
-    return leaf.rank <= 1 and leaf.kind != "v" and 2 * sum(labels) >= max(len(labels), 1)
+    is_of_two = leaf.number_kind == "s" and len(set(leaf.scalars)) == 2 and any(labels)
+    return leaf.rank <= 1 and leaf.kind != "v" and (is_of_two or 2 * sum(labels) >= max(len(labels), 1))
 
 
 def may_be_score(leaf: Leaf) -> bool:
@@ -335,60 +346,3 @@ def _label(value: Any, field: str) -> float | None:
         label = label_value(value, "", way, {})
         return None if math.isnan(label) else label
     return None
-
-
-# Words of the numbers of layers and tokens, and of the hidden size, next to flat states.
-_WORDS_OF_AXES = {
-    "L": frozenset(("layer", "layers", "block", "blocks")),
-    "S": frozenset(("seq", "seqlen", "len", "length", "token", "tokens", "toks")),
-    "D": frozenset(("dim", "d", "width", "size", "hidden", "channels")),
-}
-
-
-def shape_of(states: Meaning, meanings: Sequence[Meaning]) -> Meaning | None:
-    """Return the list of extents next to flat states, and give the states these axes; None without such a list."""
-    leaf = states.leaf
-    if states.field not in STATES or leaf.rank != 1:
-        return None
-    for meaning in meanings:
-        is_beside = meaning.leaf.files == leaf.files and meaning.leaf.path[:-1] == leaf.path[:-1]
-        if is_beside and meaning.leaf.rank == 1 and "shape" in words_of(meaning.leaf.key):
-            pairs = list(zip(leaf.spots, meaning.leaf.spots, strict=False))
-            ranks = {spot.dims for _, spot in pairs}
-            is_shape = all(
-                one.where == spot.where and math.prod(spot.value or ()) == one.dims[0] for one, spot in pairs
-            )
-            if len(ranks) == 1 and is_shape:
-                spots = [replace(one, dims=tuple(spot.value)) for one, spot in pairs]
-                states.leaf = replace(leaf, rank=len(spots[0].dims), spots=spots)
-                return meaning
-    return None
-
-
-def sizes_of(states: Meaning, meanings: Sequence[Meaning]) -> dict[str, Leaf]:
-    """Return the numbers next to flat states that are their extents, by the axis; give the states these axes."""
-    leaf = states.leaf
-    if states.field not in STATES or leaf.rank != 1:
-        return {}
-    beside = (m.leaf for m in meanings if m.leaf.files == leaf.files and m.leaf.path[:-1] == leaf.path[:-1])
-    numbers = [one for one in beside if not one.rank and one.number_kind == "i"]
-    named = [(a, one) for one in numbers for a, words in _WORDS_OF_AXES.items() if words & {*words_of(one.key)}]
-    for three in itertools.combinations(named, 3):
-        sizes = dict(three)
-        is_named = len({*sizes.values()}) == 3 and [*sizes][2:] == ["D"]
-        if is_named and (spots := _reshaped(leaf, [*sizes.values()])):
-            states.leaf = replace(leaf, rank=3, spots=spots)
-            for meaning in meanings:
-                meaning.field *= meaning.leaf not in sizes.values()  # they bind no items
-            return sizes
-    return {}
-
-
-def _reshaped(leaf: Leaf, sizes: list[Leaf]) -> list[Spot]:
-    """Return the values of a leaf with the extents that numbers next to them say; [] if one has another size."""
-    found = []
-    for spot, *numbers in zip(leaf.spots, *(one.spots for one in sizes), strict=False):
-        shape = tuple(int(number.value) for number in numbers if number.where == spot.where)
-        if len(shape) == len(sizes) and math.prod(shape) == spot.dims[0]:
-            found.append(replace(spot, dims=shape))
-    return found if len(found) == len(leaf.spots) else []

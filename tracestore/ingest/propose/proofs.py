@@ -287,8 +287,10 @@ class Case:
         is_said = any("question" in words_of(key) for key in self._keys("prompt_length"))
         if is_said or any([int(value) for value in values] in counts for values in lengths):
             yield OF_TEXT
-        if any(max(map(int, values), default=2) < 2 for values in lengths):
-            yield "prompt_length: it may count prompts"
+        if any(set(words_of(key)) <= {"n", "num", "prompt"} for key in self._keys("prompt_length")):
+            yield "prompt_length: it may be the number of the prompt, or of prompts"
+        if any("start" in words_of(key) for key in self._keys("prompt_length")):
+            yield "prompt_length: it may be a place in the text of the answer"
 
 
 def _num_characters(texts: list[Leaf], spot: Spot) -> int:

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.ingest.execute.folders import convert, refuse, save, states, table
+from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
 
 LENGTHS = (3, 5, 4)
 BEGINS = (0, 3, 8)
@@ -110,3 +110,17 @@ def test_a_table_in_a_file_of_its_own_for_each_stack(tmp_path):
     for number, (k, name) in itertools.product(range(2), enumerate("abc")):
         expected = states(12, 2, 8, seed=number)[BEGINS[k] : ENDS[k]].swapaxes(0, 1)
         np.testing.assert_allclose(traces[f"{name}{number}", 0].hidden_states, expected, rtol=2e-3, atol=1e-3)
+
+
+def test_columns_of_one_source_say_nothing_of_another(tmp_path):
+    """Sources that only a wildcard tells apart, of which some have a column with their own first rows."""
+    for number in range(12):
+        lengths = [3 + number % 3, 5, 4]
+        items = [{"id": f"q{number}_{k}", "n": size} for k, size in enumerate(lengths)]
+        if number % 2:
+            items = [item | {"ptr": sum(lengths[:k])} for k, item in enumerate(items)]
+        value = {"hs": states(sum(lengths), 2, 8, seed=number), "rows": items}
+        dump(tmp_path / f"in/part{number}.pkl", value)
+    layout = {"hidden_states": "*.pkl : hs -> (N S) L D", "question_id": "*.pkl : rows/[]/id"}
+
+    assert len(convert(tmp_path, layout | {"S.lengths": "*.pkl : rows/[]/n"})) == 36
