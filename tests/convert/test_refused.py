@@ -60,6 +60,17 @@ def test_the_first_refused_trace_ends_a_conversion_without_the_flag(tmp_path, tr
     assert read_list(tmp_path / "s.zarr") is None and not (tmp_path / "s.zarr").exists()
 
 
+def test_what_a_refused_conversion_keeps_is_said(tmp_path, traces):
+    write_pickle(tmp_path / "in/a.pkl", make_traces(3))
+    write_pickle(tmp_path / "in/b.pkl", [trace | {"question_id": f"b{k}"} for k, trace in enumerate(traces)])
+    done = command("convert", tmp_path / "in", tmp_path / "s.zarr", check=3)
+    assert (
+        "s.zarr keeps 3 new traces of earlier files" in done.stdout and len(tracestore.open(tmp_path / "s.zarr")) == 3
+    )
+    again = command("convert", tmp_path / "in", tmp_path / "s.zarr", check=3)
+    assert "new traces of earlier files" not in again.stdout
+
+
 def test_the_next_conversion_reads_refused_traces_again(tmp_path, traces):
     path, store = write_pickle(tmp_path / "a.pkl", traces), tmp_path / "s.zarr"
     convert(path, store, "--skip-bad")

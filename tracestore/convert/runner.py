@@ -233,6 +233,12 @@ class Conversion:
             raise KeyboardInterrupt(
                 f"interrupted: {plural(committed, 'trace')} committed; run the same command to continue"
             ) from None
+        except InvalidInputError:
+            if self.report.num_traces_new and not options.overwrite:
+                self._output.info(
+                    f"{self.store} keeps {plural(self.report.num_traces_new, 'new trace')} of earlier files"
+                )
+            raise
         return self.report
 
     def open_writer(self, writer_type: type[Writer], *, can_resume: bool = True) -> Writer:
