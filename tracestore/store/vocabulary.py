@@ -198,7 +198,7 @@ WORDS = {
     **dict.fromkeys(("hallucination", "hallucinated", "hallucinating", "hallu", "halluc"), False),
     **dict.fromkeys(("not hallucinated", "not_hallucinated"), True),
 }
-# Words of folders of which each has a class; the others in their names, as in yes_hallucination, may say of what.
+# Words of folders of which each has a class; the other words of a name, as in yes_hallucination, give their meaning.
 CLASSES = {**dict.fromkeys(("yes", "true", "1", "pos", "positive"), True)}
 CLASSES |= dict.fromkeys(("no", "false", "0", "neg", "negative"), False)
 _YES_OR_NO = {**dict.fromkeys(("yes", "true", "y", "t"), 1.0), **dict.fromkeys(("no", "false", "n", "f"), 0.0)}

@@ -371,7 +371,7 @@ def test_folders_of_classes_whose_words_say_it(tmp_path, names, field, values):
 )
 def test_folders_of_classes_whose_words_do_not_say_it_are_asked(tmp_path, names):
     _classes(tmp_path, names)
-    proposal = refuse(tmp_path, "in the names: no word says of what")
+    proposal = refuse(tmp_path, "in the names: no word gives their meaning")
     stores = check_candidates(tmp_path, proposal)
     assert {name for candidate, _ in stores for name in candidate.layout.directions()} == {
         *("is_correct", "is_hallucinated")
@@ -497,4 +497,4 @@ def test_an_answer_that_asks_is_no_question(tmp_path, name):
 
 def test_folders_of_numbers_may_be_parts(tmp_path):
     _classes(tmp_path, ("halluc_0", "halluc_1"))
-    refuse(tmp_path, "in the names: no word says of what")
+    refuse(tmp_path, "in the names: no word gives their meaning")

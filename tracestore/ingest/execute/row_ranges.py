@@ -64,7 +64,7 @@ class RowStarts:
     def checked(self, spans: Spans, environment: Mapping[str, Any]) -> Spans:
         """Return the rows of each trace; refuse those that a column contradicts [rows in the order of workers].
 
-        By its name, or because such rows cover the axis, too, it says where the rows of each trace begin or end.
+        By its name, or because such rows cover the axis, too, it gives the first or the last row of each trace.
         """
         of_tables = {} if self._tables is None else self._tables._columns
         for (prefix, key), (names, values) in [*self._columns.items(), *of_tables.items()]:
@@ -81,8 +81,8 @@ class RowStarts:
                 value, (begin, end) = wrong[0]
                 raise InvalidInputError(
                     f"{prefix}{key}: found {value} where S.lengths in the order of the rows give the rows {begin} to {end}; "
-                    f'{field.replace("offsets", "starts")} = "{prefix}{key}" next to S.lengths if it says where the rows '
-                    f'of each trace are, ignore = ["{prefix}{key}"] if not',
+                    f'{field.replace("offsets", "starts")} = "{prefix}{key}" next to S.lengths if it gives the rows '
+                    f'of each trace, ignore = ["{prefix}{key}"] if not',
                     field="S.lengths",
                 )
         return spans

@@ -332,7 +332,7 @@ def _with_opposites(draft: Draft, used: Sequence[Meaning]) -> Iterator[Draft]:
 
 
 def _with_classes(draft: Draft, address: str, classes: Sequence[str]) -> Iterator[Draft]:
-    """Yield a draft with each meaning that the classes in the names of its states may have; as it is without such names."""
+    """Yield a draft with each meaning that the classes in the names of its states may have; the draft itself without such names."""
     if not classes or "{verdict}" not in address:
         yield draft
         return
@@ -343,7 +343,7 @@ def _with_classes(draft: Draft, address: str, classes: Sequence[str]) -> Iterato
     fields = [name for name in JUDGMENTS if name not in draft.entries and (is_said or way in (None, SCORES[name]))]
     fields = fields[:1] if is_said else fields
     is_open = not is_said and (way is None or any(word.isdecimal() for word in classes))
-    doubts = [f"{' or '.join(classes)} in the names: no word says of what"] * (is_open and bool(fields))
+    doubts = [f"{' or '.join(classes)} in the names: no word gives their meaning"] * (is_open and bool(fields))
     unread = ["the class in the names is not read"]
     doubts += unread * (not fields)
     if not is_said and not draft.entries.keys().isdisjoint(JUDGMENTS):  # folders may say something else

@@ -162,8 +162,8 @@ def _classes(names: Sequence[str]) -> dict[str, tuple[int, int]]:
             found[level, "", ""][folder] = folder, is_correct
         for match in _RUN_OF_LETTERS_OR_DIGITS.finditer(folder):
             front, back = folder[: match.start()], folder[match.end() :]
-            beside = (front + back).strip("_-. ")  # yes and no say something of what is beside them
-            is_class = not (beside or match[0].isdecimal()) or is_named_as_verdict(beside)
+            around = (front + back).strip("_-. ")  # yes and no are answers to what is around them
+            is_class = not (around or match[0].isdecimal()) or is_named_as_verdict(around)
             truth = CLASSES.get(match[0].lower()) if is_class else None
             if truth is not None or front + back:
                 found[level, front, f"{back}/"][folder] = match[0], truth
