@@ -17,7 +17,12 @@ DETECTOR_VERSION = 7
 
 
 def detector_checkpoint(
-    name: str, model: DetectorModel, config: ModelConfig, store: TraceStore, seen: np.ndarray, training: dict[str, Any]
+    name: str,
+    model: DetectorModel,
+    config: ModelConfig,
+    store: TraceStore,
+    seen: torch.Tensor,
+    training: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the content of best.pt.
 
@@ -30,8 +35,8 @@ def detector_checkpoint(
     config : ModelConfig
     store : TraceStore
         The training data; its shape, attention layout and provenance are stored, and whether it tells where answers are.
-    seen : np.ndarray
-        Store indices of the traces of training and validation; `hashes` of them are stored.
+    seen : torch.Tensor
+        Of `seen_hashes`: the traces of training and validation.
     training : dict
         Further entries: threshold (of the logit), temperature, attention_threshold, top_k,
         precision, epoch and val_auroc.
@@ -51,7 +56,7 @@ def detector_checkpoint(
             "attention_layout": store.attention_layout,
             "answer_positions": answer_positions(store),
             "provenance": [p.to_json() for p in store.provenance],
-            "seen": seen_hashes(store, seen),
+            "seen": seen,
         },
         **training,
     }

@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ import torch
 
 from tracestore import console
 from tracestore.data.order import Shuffle
-from tracestore.detectors.checkpoint_file import detector_checkpoint
+from tracestore.detectors.checkpoint_file import detector_checkpoint, seen_hashes
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.precision import float32_layers
 from tracestore.detectors.registry import MODELS, make_model
@@ -363,6 +363,11 @@ class Trainer:
         self._saved_at = time.monotonic()
         self.guard.cuda_cache.after_checkpoint()
 
+    @cached_property
+    def _seen(self) -> torch.Tensor:
+        """Hashes of the traces of training and validation, for best.pt."""
+        return seen_hashes(self.store, np.concatenate([self.split.indices[name] for name in ("train", "val")]))
+
     def _save_best(self, state: TrainState, scores: SplitScores) -> None:
         """Save best.pt on rank 0, with threshold and temperature of the validation split."""
         if not self.ranks.is_rank_zero:
@@ -376,9 +381,9 @@ class Trainer:
             "top_k": self.config.top_k,
             "precision": self.config.precision,
         }
-        seen = np.concatenate([self.split.indices["train"], self.split.indices["val"]])
         save_checkpoint(
-            self.folder / BEST, detector_checkpoint(self.name, self.model, self.model_config, self.store, seen, about)
+            self.folder / BEST,
+            detector_checkpoint(self.name, self.model, self.model_config, self.store, self._seen, about),
         )
 
     def _abort_with_checkpoint(self, reason: StopReason, text: str, state: TrainState | None) -> NoReturn:
