@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -189,6 +189,7 @@ class Trainer:
             graphs=self.runner.graphs,
         )
         self.guard.policy.size = self.planned_micro_batch
+        self._seen = seen_hashes(self.store, np.concatenate([self.split.indices[name] for name in ("train", "val")]))
         self.checkpointed = CheckpointedRun(
             self.name, self.guard, self.feed, self._identity(), self.store.provenance, c.allow_mixed_provenance
         )
@@ -362,11 +363,6 @@ class Trainer:
         save_checkpoint(self.folder / LAST, self.checkpointed.state_dict(state, result, did_not_fit=did_not_fit))
         self._saved_at = time.monotonic()
         self.guard.cuda_cache.after_checkpoint()
-
-    @cached_property
-    def _seen(self) -> torch.Tensor:
-        """Hashes of the traces of training and validation, for best.pt."""
-        return seen_hashes(self.store, np.concatenate([self.split.indices[name] for name in ("train", "val")]))
 
     def _save_best(self, state: TrainState, scores: SplitScores) -> None:
         """Save best.pt on rank 0, with threshold and temperature of the validation split."""
