@@ -17,9 +17,11 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
+import torch
 from benchmarks.common import ROOT, SMALL, make_trace, open_source, timed
 
 # Traces and files of each source.
@@ -27,6 +29,7 @@ SOURCES = {
     "24 MB": (8, 1, ".pkl", SMALL),
     "277 MB": (90, 10, ".pkl", SMALL),
     "50 MB .pkl.gz": (18, 3, ".pkl.gz", SMALL),
+    "275 MB .pt": (85, 5, ".pt", SMALL),
     "tiny": (20_000, 4, ".pkl", {"layers": 2, "dim": 32, "heads": 1}),
 }
 READ = "277 MB"  # the source of the stores that are read
@@ -87,14 +90,25 @@ READING |= {model: (TRAIN, model) for model in MODELS}
 
 
 def write_sources(folder: Path, count: int, num_files: int, suffix: str, shape: dict[str, int]) -> None:
-    """Write pickles of lists of traces."""
+    """Write files of lists of traces."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     for begin in range(0, count, -(-count // num_files)):
         numbers = range(begin, min(count, begin + -(-count // num_files)))
         sizes = (2 if shape["dim"] < 100 else int(rng.integers(30, 71)) for _ in numbers)
+        traces = [make_trace(k, tokens, **shape) for k, tokens in zip(numbers, sizes, strict=True)]
         with open_source(folder / f"traces_{begin:05}{suffix}", "wb") as file:
-            pickle.dump([make_trace(k, tokens, **shape) for k, tokens in zip(numbers, sizes, strict=True)], file, 4)
+            if suffix == ".pt":
+                torch.save([{key: as_tensors(value) for key, value in trace.items()} for trace in traces], file)
+            else:
+                pickle.dump(traces, file, 4)
+
+
+def as_tensors(value: Any) -> Any:
+    """Return a value with tensors instead of arrays."""
+    if isinstance(value, list):
+        return [as_tensors(item) for item in value]
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
 
 
 def output_of(checkout: Path, *words: str) -> list[str]:

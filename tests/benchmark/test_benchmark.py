@@ -271,6 +271,8 @@ def test_detectors_without_their_fields_are_skipped_with_the_reason(tmp_path):
     (entry,) = run(bare, tmp_path / "out", "probe_last", "lookback_lens")["stores"].values()
     assert list(entry["detectors"]) == ["probe_last"] and "no graphs" in entry["skipped"]["lookback_lens"]
     assert entry["folds"]["schemes"] == ["question"]
+    for names, code in (("probe_last", 0), ("features", 0), ("probe_last,lookback_lens", 1)):
+        command("benchmark", bare, "--detectors", names, "--output-dir", tmp_path / names, check=code)
     message = error_of("benchmark", bare, "--detectors", "lookback_lens", "--output-dir", tmp_path / "b", code=2)
     assert "no detector can run" in message
 

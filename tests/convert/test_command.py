@@ -138,6 +138,12 @@ def wrong_usage(tmp_path, folder):
     return [
         ([tmp_path / "nowhere", dst], 2, "no such file"),
         ([empty, dst], 2, "no trace file"),
+        ([folder, empty, dst], 2, f"{empty}: no trace file"),
+        (
+            [folder, empty, dst, "--field", "hidden_states=*.pkl : []/hidden_states -> L S D"],
+            2,
+            f"{empty}: no trace file",
+        ),
         ([folder, tmp_path / "occupied"], 2, "neither empty nor a store"),
         ([folder, tmp_path / "no" / "parent" / "s.zarr"], 2, "does not exist"),
         ([folder, dst, "--scores", tmp_path / "none.csv"], 2, "no such scores file"),

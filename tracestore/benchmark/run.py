@@ -268,7 +268,7 @@ def _run_store(
 ) -> tuple[dict[str, Any], list[Measured]]:
     """Return the entry of a store in the results, and the scores of the detectors that could run."""
     external = {name: _read_external(name, path, data) for name, path in options.scores.items()}
-    skipped, runnable, info = {}, [], {}
+    skipped, runnable, failed, info = {}, [], [], {}
     for name in _with_references(options.detectors):
         entry = registry()[name]
         try:
@@ -277,6 +277,7 @@ def _run_store(
             reason = next((m for s in (data, *others) for m in missing_fields(s.store, fields)), None)
         except UsageError as error:
             reason = named(entry, error)
+            failed.append(name)
         if reason is None:
             runnable.append(name)
         else:
@@ -297,6 +298,7 @@ def _run_store(
             measured.append(result)
         else:
             skipped[result.name] = result.error
+            failed.append(result.name)
     for name, path in options.scores.items():
         measured.append(external_scores(name, data, external[name]))
         info[name] = {"kind": "external", "summary": path.name, "package": ""}
@@ -319,6 +321,7 @@ def _run_store(
         "comparisons": comparisons,
         "label_sources": label_sources,
         "skipped": skipped,
+        "failed": failed,
     }, measured
 
 

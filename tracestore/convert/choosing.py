@@ -28,6 +28,7 @@ LEFT_OUT = "the store has no attention: that of the source was left out"
 # How much is read to decide. If that is without attention, a later trace with attention is refused.
 MAX_TRACES = 3  # of each file
 _MAX_FILES = 64
+_NO_FILE = "{}: no trace file in this folder; name a file of another suffix"
 Group = tuple[list[Path], dict[str, Path]]  # arguments with their files by name
 
 
@@ -63,6 +64,10 @@ def described_run(
     InvalidInputError
         If files do not fit the layout.
     """
+    if len(arguments) > 1 and whole is None:
+        for argument in arguments:
+            if argument.is_dir() and all(map(is_other, list_files([argument], folder))):
+                raise NoSourceError(_NO_FILE.format(argument))
     layout = layout_of_options(options.layout, options.field)
     if layout is not None and not layout.is_filter:
         files = _whole(list_files(arguments, folder), whole)
@@ -83,7 +88,7 @@ def described_run(
     parts += _found_parts(groups, owned, lines, settings, output, has_scores_file=has_scores_file, is_all=not parts)
     run = DescribedRun(parts, {path: k for k, path in enumerate(paths)}, found, is_builtin=True)
     if not run.sources:
-        raise NoSourceError(f"{arguments[0]}: no trace file in this folder; name a file of another suffix")
+        raise NoSourceError(_NO_FILE.format(arguments[0]))
     return run
 
 

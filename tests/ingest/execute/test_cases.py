@@ -184,6 +184,20 @@ def test_a_line_of_the_command_for_each_join_in_order(tmp_path, is_split):
     assert f"is_correct: 6 rows of {files} joined in order: the first 0 of row 0, the last 1 of row" in done.stdout
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_values_of_the_file_of_the_states_without_a_trace_are_counted(tmp_path, workers):
+    """As the rows of a table are [a label of a trace that was not captured]."""
+    for part in range(2):
+        hidden = {f"q{part}{k}": states(2, 4, 8, seed=k) for k in range(2)}
+        dump(tmp_path / f"in/{part}.pkl", {"h": hidden, "ok": {f"q{part}{k}": k % 2 for k in range(3)}})
+    lines = ("hidden_states = {part}.pkl : h/{id} -> L S D", "is_correct = {part}.pkl : ok/{id}")
+    flags = [part for line in lines for part in ("--field", line)]
+
+    done = command("convert", tmp_path / "in", tmp_path / "s.zarr", *flags, "--workers", workers, check=0)
+
+    assert "is_correct = {part}.pkl : ok/{id}: 2 without a trace, such as id q02, part 0" in done.stdout
+
+
 @pytest.mark.parametrize(
     "flags",
     [

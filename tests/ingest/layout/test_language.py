@@ -253,3 +253,11 @@ def test_attributes_of_an_array_that_a_line_reads_can_be_ignored(entry, is_refus
         return
     with pytest.raises(UsageError, match="has no effect"):
         check_effects(plan)
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path):
+    """[the lines behind its first MiB]."""
+    path = tmp_path / "layout.toml"
+    path.write_text('hidden_states = "a.npy -> S D"\n' + "# comment\n" * 200_000)
+    with pytest.raises(UsageError, match="larger than"):
+        read_layout(path)

@@ -5,6 +5,7 @@ import gzip
 import lzma
 import pickle
 import types
+import zipfile
 
 import numpy as np
 import pytest
@@ -160,6 +161,56 @@ def test_files_of_torch(tmp_path):
     assert read_tree(tmp_path / "sparse.pt").tolist() == np.eye(3).tolist()
     torch.save((1.5 * torch.eye(3)).to(torch.bfloat16).to_sparse(), tmp_path / "short.pt")
     assert read_tree(tmp_path / "short.pt").tolist() == (1.5 * np.eye(3)).tolist()
+
+
+def test_items_of_a_torch_list_come_one_by_one(tmp_path):
+    torch = pytest.importorskip("torch")
+    path, shared = tmp_path / "a.pt", torch.arange(3)
+    rows = [{"id": f"q{k}", "h": torch.full((2, 4), float(k)), "same": shared} for k in range(40)]
+    for value in (rows, [{"id": "q0"}], [], [torch.ones(2), torch.zeros(2)], [[1, 2], [3]], (rows[0], rows[1])):
+        torch.save(value, path)
+        assert equal(read_tree(path), [plain_of(item) for item in value])
+        with open_tree(path) as root:  # items without names may be of one trace
+            assert root.is_stream == (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
+    torch.save(rows, path)
+    entries = {info.filename: zipfile.ZipFile(path).read(info) for info in zipfile.ZipFile(path).infolist()}
+    for data, words in ((b"N", "trailing bytes"), (pickle.dumps([{"id": "q"}], 4), "trailing bytes")):
+        with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
+            for name, content in entries.items():
+                archive.writestr(name, content + data * name.endswith("data.pkl"))
+        assert words in refusal(tmp_path / "b.pt")
+
+
+def plain_of(value):
+    """Return a value of torch.save as a reader gives it."""
+    if isinstance(value, dict):
+        return {key: plain_of(item) for key, item in value.items()}
+    return value.numpy() if hasattr(value, "numpy") else value
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_tensors_of_torch_files_are_stored_as_they_are(tmp_path, dtype):
+    """Layers of a storage each, of a shared one, and of other strides; those of two dtypes are refused."""
+    torch = pytest.importorskip("torch")
+    states = (torch.arange(3 * 5 * 4).reshape(3, 5, 4) % 50 + 1).to(getattr(torch, dtype))
+    forms = {
+        "apart": [layer.clone() for layer in states],
+        "shared": list(states),
+        "strided": [layer.T.contiguous().T for layer in states],
+        "mixed": [states[0].float(), *states[1:].half()],
+    }
+    attention = [torch.eye(5).half().repeat(2, 1, 1)] * 3
+    for name, layers in forms.items():
+        (tmp_path / name).mkdir()
+        rows = [{"question_id": f"q{k}", "hidden_states": layers, "attentions": attention} for k in range(2)]
+        torch.save(rows, tmp_path / name / "a.pt")
+        if name == "mixed":
+            with pytest.raises(InvalidInputError, match="expected float"):
+                tracestore.convert_files(tmp_path / name, tmp_path / f"{name}.zarr")
+            continue
+        tracestore.convert_files(tmp_path / name, tmp_path / f"{name}.zarr")
+        store = tracestore.open(tmp_path / f"{name}.zarr")
+        assert len(store) == 2 and np.array_equal(store[1].hidden_states, states.half().numpy())
 
 
 @pytest.mark.parametrize(

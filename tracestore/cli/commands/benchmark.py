@@ -72,8 +72,8 @@ def add_arguments(parser: Parser) -> None:
     add_allow_mixed_provenance(parser)
 
 
-def run(args: argparse.Namespace, output: Output) -> None:
-    """Run the detectors, and print the tables."""
+def run(args: argparse.Namespace, output: Output) -> int:
+    """Run the detectors, and print the tables. Return 1 if one failed, or one given by its name could not run."""
     require_existing(*args.stores)
     scores = dict(map(_named_file, args.scores))
     if len(scores) != len(args.scores):
@@ -104,6 +104,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
         )
     output.info(f"\n{format_results(results)}\n\n{args.output / RESULTS}\n{args.output / REPORT}")
     output.print_json(results)
+    named = {word.strip() for word in args.detectors.split(",")}
+    return int(any(entry["failed"] or named & {*entry["skipped"]} for entry in results["stores"].values()))
 
 
 def _named_file(text: str) -> tuple[str, Path]:

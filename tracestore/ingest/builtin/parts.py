@@ -12,9 +12,10 @@ from typing import Any
 from tracestore.errors import InvalidInputError, NoTracesError, UsageError
 from tracestore.ingest.builtin.claiming import Claims, claim
 from tracestore.ingest.builtin.library import Builtin, builtins
-from tracestore.ingest.execute.accounts import holds_array, looks_like_label
+from tracestore.ingest.execute.accounts import looks_like_label
 from tracestore.ingest.execute.claims import is_other, list_files, owner_of
 from tracestore.ingest.execute.execution import Execution
+from tracestore.ingest.execute.values import holds_array
 from tracestore.ingest.exports.export_manifest import find_export
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.places import plan_of

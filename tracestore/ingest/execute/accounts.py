@@ -23,11 +23,11 @@ from tracestore.ingest.execute.table_accounts import (
     table_accounts,
 )
 from tracestore.ingest.execute.traces import TraceColumns
-from tracestore.ingest.execute.values import describe, named
+from tracestore.ingest.execute.values import describe, holds_array, named
 from tracestore.ingest.execute.walk import Bound, Cell, Node
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import Place, Plan
-from tracestore.ingest.tree import Array, Group, Items, Value, as_array
+from tracestore.ingest.tree import Group, Items, Value, as_array
 from tracestore.store.vocabulary import is_named_as_verdict, is_verdict
 from tracestore.store.write.record import TraceRecord
 
@@ -36,7 +36,6 @@ _LABEL_WORDS = frozenset(["y", "ok", "target", "targets", "truth", "bleurt", "ro
 # `records` does not take them for an extra.
 OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
 _OF_TOKENS = frozenset(["prompt_length", "tokens", "tokens_decoded"])
-_MAX_PROBES = 64
 _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
 _LAYER_NUMBERS = re.compile(r"(?i)layers?([_-]?(ids?|idx|ind(ex|ices)|num(ber)?s?|list))?")
@@ -49,6 +48,7 @@ class SourceAccount:
         self._plan = plan
         self.num_refused = 0
         self.answers: range | None = None  # the rows of the states of all answers to the question of the last trace
+        self.unused: list[tuple[str, str]] = []  # line and names of each value without a trace
         self._keys: set[tuple[str, int]] = set()
         self._rows: dict[tuple[Any, ...], int] = {}
         self._stacks: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -105,6 +105,7 @@ class SourceAccount:
             if unused and (place.rule.kind in ("array", "texts") or is_answer or not column.used):
                 where = named(column.names, unused[0]) or "a value"
                 raise InvalidInputError(f"{where} of {place.address} belongs to no trace", field=place.name)
+            self.unused += [(f"{place.name} = {place.address}", named(column.names, key)) for key in unused]
 
     def _is_uncounted(self, place: Place) -> bool:
         """Return whether rows of a field may serve no trace, as those of beams."""
@@ -155,6 +156,8 @@ class RunAccount:
         # By field and FILES: how many rows of the sources' own files are joined in order, and with the number of their
         # source the first and the last one.
         self._in_order: dict[tuple[str, str], tuple[int, tuple[int, str], tuple[int, str]]] = {}
+        # By line: how many values of the sources' own files belong to no trace, and the first one.
+        self._unused: dict[str, tuple[int, str]] = {}
         self.is_whole = True
         self._needs_tokens = is_stated and plan.layout.addresses.keys() & _OF_TOKENS == {"prompt_length"}
         self.numbers = RowNumbers(is_stated=is_stated)
@@ -223,17 +226,27 @@ class RunAccount:
         return not self.is_read and any(table.is_of_all for table in self.tables)
 
     def add_source(
-        self, number: int, missing: Mapping[Place, set[MissingRow]], columns: Mapping[Place, Column] | None = None
+        self,
+        number: int,
+        missing: Mapping[Place, set[MissingRow]],
+        columns: Mapping[Place, Column] | None = None,
+        unused: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Add the keys of the traces of a source for which a table has no row, and its columns that are in order."""
+        """Add what a source lacks in tables, its columns that are in order, and its values without a trace."""
         with self._lock:
             self.num_read += 1
             for place, column in (columns or {}).items() if self._is_stated else ():
                 if column.ends and place.position_prefix not in self._prefixes and place.rule.kind != "known":
                     first, last = ((number, end_text(row)) for row in column.ends)
                     self._add_in_order((place.name, place.address.files.text), len(column.used), first, last)
+            for line, where in unused:
+                self._add_unused(line, 1, where)
             for place, keys in missing.items():
                 self._missing.setdefault(place, set()).update(keys)
+
+    def _add_unused(self, line: str, count: int, first: str) -> None:
+        before, earlier = self._unused.get(line, (0, first))
+        self._unused[line] = before + count, min(first, earlier)
 
     def _add_in_order(self, key: tuple[str, str], count: int, first: tuple[int, str], last: tuple[int, str]) -> None:
         before = self._in_order.get(key, (0, first, last))
@@ -304,6 +317,8 @@ class RunAccount:
                 yield f"{address} is ignored: the layers are stored in the order of the arrays, without numbers"
         for (name, files), (count, first, last) in self._in_order.items():
             yield f"{name}: {f'{count:,} ' * (count > 0)}rows of {files} joined in order: the first {first[1]}, the last {last[1]}"
+        for line, (count, where) in self._unused.items():
+            yield f"{line}: {count:,} without a trace, such as {where}"
         yield from self.kept.lines()
         if self.left_out:
             yield f"not named by the layout and left out: {some_of(sorted(self.left_out), _MAX_SHOWN)}"
@@ -334,6 +349,7 @@ class RunAccount:
             "first_numbers": [[*key, kind] for key, kind in self._first_numbers.items()],
             "found": [node.is_found for node in self._nodes()],
             "tables": [asdict(table) for table in self.tables],
+            "unused": [[line, *found] for line, found in self._unused.items()],
             "in_order": [[*key, *found] for key, found in self._in_order.items()],
         }
 
@@ -349,6 +365,8 @@ class RunAccount:
         for node, is_found in zip(self._nodes(), found["found"], strict=True):
             node.is_found |= is_found is True
         self.tables += [TableAccount(**table) for table in found["tables"]]
+        for line, count, where in found["unused"]:
+            self._add_unused(str(line), int(count), str(where))
         for name, files, count, (first, first_text), (last, last_text) in found["in_order"]:
             ends = (int(first), str(first_text)), (int(last), str(last_text))
             self._add_in_order((str(name), str(files)), int(count), *ends)
@@ -379,16 +397,3 @@ def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool, may_
 def looks_like_label(key: str) -> bool:
     """Return whether a key may be that of a label or a score."""
     return is_named_as_verdict(key) or any(word in _LABEL_WORDS for word in key_words(key))
-
-
-def holds_array(value: Value, levels: int = 4) -> bool:
-    """Return whether a value is an array of numbers, or holds one in the first values of as many levels."""
-    if isinstance(value, Array):
-        return True
-    if levels < 0 or value is None or isinstance(value, str | int | float | bool):
-        return False
-    if isinstance(value, Group):
-        return any(holds_array(value[key], levels - 1) for _, key in zip(range(_MAX_PROBES), value, strict=False))
-    if isinstance(value, Items) and not value.is_stream and value.length:
-        return as_array(value) is not None or holds_array(value[0], levels - 1)
-    return False

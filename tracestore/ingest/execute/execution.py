@@ -222,7 +222,7 @@ class Execution:
             with _of_whole_source():
                 account.close(columns)
                 builder.padding.close()
-        self.account.add_source(self._numbers[group.name], columns.missing, columns.source)
+        self.account.add_source(self._numbers[group.name], columns.missing, columns.source, account.unused)
 
     def _direct(self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch) -> Makers:
         """Yield what makes each record of a source whose items hold all fields of their traces."""

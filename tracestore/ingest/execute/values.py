@@ -25,6 +25,7 @@ _MAX_INTEGER_FLOAT = 2.0**53
 _RELATIVE = {**dict.fromkeys(("yes", "true", "1", "1.0"), 1.0), **dict.fromkeys(("no", "false", "0", "0.0"), 0.0)}
 _ROUNDED = ", which a float of this size rounds: write integers or texts"
 _NUMBER, _MAX_TEXT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"), 4 << 20
+_MAX_PROBES = 64
 _MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 
 
@@ -330,3 +331,16 @@ def is_missing(value: Value) -> bool:
 def settled(value: Any) -> Any:
     """Return a value that can be read more than once."""
     return ListItems(list(value), lambda item: item) if isinstance(value, Items) and value.is_stream else value
+
+
+def holds_array(value: Value, levels: int = 4) -> bool:
+    """Return whether a value is an array of numbers, or holds one in the first values of as many levels."""
+    if isinstance(value, Array):
+        return True
+    if levels < 0 or value is None or isinstance(value, str | int | float | bool):
+        return False
+    if isinstance(value, Group):
+        return any(holds_array(value[key], levels - 1) for _, key in zip(range(_MAX_PROBES), value, strict=False))
+    if isinstance(value, Items) and not value.is_stream and value.length:
+        return as_array(value) is not None or holds_array(value[0], levels - 1)
+    return False

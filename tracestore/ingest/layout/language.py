@@ -121,7 +121,10 @@ def read_layout(path: Path | None, lines: Iterable[str] = ()) -> Layout:
     if path is not None:
         try:
             with open(path, "rb") as file:
-                entries = tomllib.loads(file.read(_MAX_BYTES).decode())
+                text = file.read(_MAX_BYTES + 1)
+            if len(text) > _MAX_BYTES:
+                raise UsageError(f"--layout {path}: larger than {_MAX_BYTES:,} bytes")
+            entries = tomllib.loads(text.decode())
         except OSError as error:
             raise UsageError(f"--layout {path}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:

@@ -77,9 +77,10 @@ class PickledTensor(PickledValue):
             raise InvalidInputError("found a tensor whose storage is not in the file")
         if math.prod(self.size) == 0:
             return np.empty(self.size, self.dtype)
-        items = np.frombuffer(self.storage.data, self.dtype, self.storage.num_bytes // self.dtype.itemsize)
         strides = tuple(s * self.dtype.itemsize for s in self.stride)
-        return np.lib.stride_tricks.as_strided(items[self.offset :], self.size, strides, writeable=False)
+        found = np.ndarray(self.size, self.dtype, self.storage.data, self.offset * self.dtype.itemsize, strides)
+        found.flags.writeable = False
+        return found
 
 
 class PickledGraph(PickledValue):

@@ -124,8 +124,8 @@ class ObjectGroup(MappingGroup):
             kind = type(value)
             if kind is str:
                 text_bytes += len(value)
-            elif kind is PickledArray:
-                value = value.array
+            elif kind is PickledArray or kind is PickledTensor:
+                value = value.array if kind is PickledArray else value.resolve()
                 if type(value) is _NDARRAY and value.ndim and value.dtype.kind in "fiu" and value.dtype.isnative:
                     array_bytes += value.nbytes
                 else:
@@ -133,7 +133,7 @@ class ObjectGroup(MappingGroup):
             elif kind is list and value:
                 count += len(value)
                 first = type(value[0])
-                if first is PickledArray and (arrays := _arrays_of_one_dtype(value)) is not None:
+                if first in (PickledArray, PickledTensor) and (arrays := _arrays_of_one_dtype(value)) is not None:
                     value = arrays
                     array_bytes += sum([array.nbytes for array in arrays])
                 elif first is str and set(map(type, value)) == _TEXTS:
@@ -152,7 +152,10 @@ _TEXTS, _NDARRAY = {str}, np.ndarray
 
 def _arrays_of_one_dtype(values: list[Any]) -> list[np.ndarray] | None:
     """Return arrays of numbers in native byte order that share one dtype, as the layers of a trace; None for others."""
-    arrays: list[Any] = [value.array if type(value) is PickledArray else None for value in values]
+    arrays: list[Any] = [
+        value.array if type(value) is PickledArray else value.resolve() if type(value) is PickledTensor else None
+        for value in values
+    ]
     dtype = getattr(arrays[0], "dtype", None)
     if dtype is None or dtype.kind not in "fiu" or not dtype.isnative:
         return None
@@ -213,12 +216,13 @@ def read_pickle(source: ByteReader, limits: Limits, *, is_list: bool) -> Value |
         if source.is_eof():
             return root
         return StreamItems(chain(root if isinstance(root, ListItems) else (root,), _pickles(source, open_value)))
-    if not isinstance(first, dict | PickledObject | PickledGraph) and not isinstance(source, BufferReader):
+    if not isinstance(first, _NAMED) and not isinstance(source, BufferReader):
         return None
     return StreamItems(chain(iter([open_value(first)]), _items(reader, open_value), _pickles(source, open_value)))
 
 
 _NOTHING = object()
+_NAMED = (dict, PickledObject, PickledGraph)  # items whose values have names
 
 
 def _reader(source: ByteReader) -> SafeUnpickler:
@@ -260,5 +264,25 @@ def read_mapped_pickle(content: Content) -> Value:
 
 
 def read_torch_zip(content: Content) -> Value:
-    """Return the tree of a zip archive of torch.save."""
-    return ObjectOpener(content.limits)(torch_file.read_zip(content.mapped))
+    """Return the tree of a zip archive of torch.save. The items of a list of dicts or objects come one by one."""
+    data, load = torch_file.pickle_of_zip(content.mapped)
+    open_value = ObjectOpener(content.limits)
+    for is_list in (True, False) if bytes(data[-2:]) in _ENDS_OF_LISTS else (False,):
+        source = BufferReader(data)
+        reader = pickle_reader(source, persistent_load=load)
+        if is_list and isinstance(first := next(iter(reader), None), _NAMED):
+            return StreamItems(_items_to_end(first, reader, open_value, source))
+    root = open_value(reader.load())
+    _check_end(source)
+    return root
+
+
+def _items_to_end(first: Any, reader: SafeUnpickler, open_value: ObjectOpener, source: ByteReader) -> Iterator[Value]:
+    yield open_value(first)
+    yield from _items(reader, open_value)
+    _check_end(source)
+
+
+def _check_end(source: ByteReader) -> None:
+    if not source.is_eof():
+        raise InvalidInputError("trailing bytes after the pickle")
