@@ -186,7 +186,7 @@ def test_a_line_of_the_command_for_each_join_in_order(tmp_path, is_split):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_values_of_the_file_of_the_states_without_a_trace_are_counted(tmp_path, workers):
-    """As the rows of a table are [a label of a trace that was not captured]."""
+    """Count them like the rows of a table [a label of a trace that was not captured]."""
     for part in range(2):
         hidden = {f"q{part}{k}": states(2, 4, 8, seed=k) for k in range(2)}
         dump(tmp_path / f"in/{part}.pkl", {"h": hidden, "ok": {f"q{part}{k}": k % 2 for k in range(3)}})
