@@ -64,11 +64,9 @@ def described_run(
     InvalidInputError
         If files do not fit the layout.
     """
-    if len(arguments) > 1 and whole is None:
-        for argument in arguments:
-            if argument.is_dir() and all(map(is_other, list_files([argument], folder))):
-                raise NoSourceError(_NO_FILE.format(argument))
     layout = layout_of_options(options.layout, options.field)
+    if whole is None:
+        _check_folders(arguments, folder, layout)
     if layout is not None and not layout.is_filter:
         files = _whole(list_files(arguments, folder), whole)
         return _stated_run(_with_padding(layout, options), files, options)
@@ -90,6 +88,14 @@ def described_run(
     if not run.sources:
         raise NoSourceError(_NO_FILE.format(arguments[0]))
     return run
+
+
+def _check_folders(arguments: Sequence[Path], folder: Path, layout: Layout | None) -> None:
+    """Refuse a folder without files among several sources; a stated layout may name files of any suffix."""
+    is_stated = layout is not None and not layout.is_filter
+    for argument in arguments if len(arguments) > 1 else ():
+        if argument.is_dir() and all(not is_stated and is_other(name) for name in list_files([argument], folder)):
+            raise NoSourceError(_NO_FILE.format(argument))
 
 
 def _whole(files: dict[str, Path], whole: Container[Path] | None, left_out: Container[str] = ()) -> dict[str, Path]:

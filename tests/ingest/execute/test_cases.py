@@ -1,5 +1,7 @@
 """Test folders that were once converted wrongly with exit code 0: each is right by a layout, or refused."""
 
+import gzip
+
 import numpy as np
 import pytest
 
@@ -182,6 +184,40 @@ def test_a_line_of_the_command_for_each_join_in_order(tmp_path, is_split):
     done = command("convert", tmp_path / "in", tmp_path / "s.zarr", *flags, check=0)
 
     assert f"is_correct: 6 rows of {files} joined in order: the first 0 of row 0, the last 1 of row" in done.stdout
+
+
+@pytest.mark.parametrize("suffix", [".pkl", ".pkl.gz", ".pt"])
+def test_lines_that_read_the_items_of_a_list_more_than_once(tmp_path, suffix):
+    """Each line reads all items [labels that the line before has used up]."""
+    hidden = [states(2, 4, 8, seed=k) for k in range(3)]
+
+    def write(path, value):
+        if suffix == ".pt":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pytest.importorskip("torch").save(value, path)
+            return
+        dump(path, value)
+        if suffix == ".pkl.gz":
+            path.write_bytes(gzip.compress(path.read_bytes()))
+
+    for k in range(3):
+        parts = {"h": hidden[k]}, {"ok": k % 2, "note": f"n{k}"}
+        write(tmp_path / f"a/in/q{k}{suffix}", parts if k == 2 else list(parts))
+    write(
+        tmp_path / f"b/in/b{suffix}",
+        [{"id": f"q{k}", "h": hidden[k], "of": f"q{2 - k}", "ok": k // 2} for k in range(3)],
+    )
+    files = f"{{id}}{suffix} : "
+    members = {"hidden_states": f"{files}0/h -> L S D", "is_correct": f"{files}1/ok", "records": f"{files}1"}
+    brackets = {"hidden_states": f"b{suffix} : [id=id]/h -> L S D", "is_correct": f"b{suffix} : [id=of]/ok"}
+
+    found = convert(tmp_path / "a", members)
+    others = convert(tmp_path / "b", brackets)
+
+    assert [found[f"q{k}", 0].scores["is_correct"] for k in range(3)] == [0, 1, 0]
+    assert found["q1", 0].extras == {"note": "n1"}
+    assert [others[f"q{k}", 0].scores["is_correct"] for k in range(3)] == [1, 0, 0]
+    assert np.array_equal(others["q2", 0].hidden_states, hidden[2].astype("f2"))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

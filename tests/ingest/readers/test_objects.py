@@ -5,7 +5,6 @@ import gzip
 import lzma
 import pickle
 import types
-import zipfile
 
 import numpy as np
 import pytest
@@ -161,31 +160,6 @@ def test_files_of_torch(tmp_path):
     assert read_tree(tmp_path / "sparse.pt").tolist() == np.eye(3).tolist()
     torch.save((1.5 * torch.eye(3)).to(torch.bfloat16).to_sparse(), tmp_path / "short.pt")
     assert read_tree(tmp_path / "short.pt").tolist() == (1.5 * np.eye(3)).tolist()
-
-
-def test_items_of_a_torch_list_come_one_by_one(tmp_path):
-    torch = pytest.importorskip("torch")
-    path, shared = tmp_path / "a.pt", torch.arange(3)
-    rows = [{"id": f"q{k}", "h": torch.full((2, 4), float(k)), "same": shared} for k in range(40)]
-    for value in (rows, [{"id": "q0"}], [], [torch.ones(2), torch.zeros(2)], [[1, 2], [3]], (rows[0], rows[1])):
-        torch.save(value, path)
-        assert equal(read_tree(path), [plain_of(item) for item in value])
-        with open_tree(path) as root:  # items without names may be of one trace
-            assert root.is_stream == (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
-    torch.save(rows, path)
-    entries = {info.filename: zipfile.ZipFile(path).read(info) for info in zipfile.ZipFile(path).infolist()}
-    for data, words in ((b"N", "trailing bytes"), (pickle.dumps([{"id": "q"}], 4), "trailing bytes")):
-        with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
-            for name, content in entries.items():
-                archive.writestr(name, content + data * name.endswith("data.pkl"))
-        assert words in refusal(tmp_path / "b.pt")
-
-
-def plain_of(value):
-    """Return a value of torch.save as a reader gives it."""
-    if isinstance(value, dict):
-        return {key: plain_of(item) for key, item in value.items()}
-    return value.numpy() if hasattr(value, "numpy") else value
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

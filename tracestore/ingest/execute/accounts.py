@@ -105,7 +105,8 @@ class SourceAccount:
             if unused and (place.rule.kind in ("array", "texts") or is_answer or not column.used):
                 where = named(column.names, unused[0]) or "a value"
                 raise InvalidInputError(f"{where} of {place.address} belongs to no trace", field=place.name)
-            self.unused += [(f"{place.name} = {place.address}", named(column.names, key)) for key in unused]
+            names = (escape_unprintable(named(column.names, key), 60) or "a value" for key in unused)
+            self.unused += [(f"{place.name} = {place.address}", name) for name in names]
 
     def _is_uncounted(self, place: Place) -> bool:
         """Return whether rows of a field may serve no trace, as those of beams."""

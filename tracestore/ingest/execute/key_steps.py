@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from tracestore.ingest.execute.values import key_text
-from tracestore.ingest.layout.addresses import KeyStep, Step
+from tracestore.ingest.layout.addresses import ItemsStep, KeyStep, Step
 
 T = TypeVar("T")
 
@@ -37,3 +37,9 @@ def lacking_keys(children: Sequence[tuple[Step, T]], keys: Iterable[Any]) -> lis
     """Return the places of steps that no key follows."""
     steps = [(step, child) for step, child in children if isinstance(step, KeyStep)]
     return [child for step, child in steps if all(match_key(step, key) is None for key in keys)]
+
+
+def column_names(items: Sequence[tuple[ItemsStep, Any]]) -> set[str]:
+    """Return the names of the columns that items bind, or that lie below their nodes."""
+    bound = {value_of.path[0] for step, _ in items for value_of in step.values} - {"#"}
+    return bound | {step.text for _, item in items for step, _ in item.children if isinstance(step, KeyStep)}

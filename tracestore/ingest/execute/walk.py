@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.execute.key_steps import followed, lacking_keys, match_key, member_number
+from tracestore.ingest.execute.key_steps import column_names, followed, lacking_keys, match_key, member_number
 from tracestore.ingest.execute.values import (
     describe,
     id_text,
@@ -72,6 +72,13 @@ class Node:
         ignored = [(member_number(step), child) for step, child in self.children if child.ignores and not child.leaves]
         has_items = any(isinstance(step, ItemsStep) for step, _ in self.children)
         return {k: child for k, child in ignored if k is not None and has_items}
+
+    @functools.cached_property
+    def reads_items_again(self) -> bool:
+        """Return whether lines read the items of a list more than once: as members, and before and with those of the traces."""
+        passes = {child.leads_to_unit for step, child in self.children if isinstance(step, ItemsStep)}
+        keys = [(member_number(step), child.children) for step, child in self.children if isinstance(step, KeyStep)]
+        return len(passes) + len(self.leaves) > 1 or any(k not in self.left_out or below for k, below in keys)
 
     def has_named(self, key: Any) -> bool:
         """Return whether the items bind a key, or lines with other brackets name it."""
@@ -166,6 +173,7 @@ class Walk:
     def cells(self, node: Node, value: Value, bound: Bound, *, in_unit: bool = False) -> Cells:
         """Yield the cells at and below a node, and None behind each unit."""
         node.is_found |= value is not None
+        value = settled(value) if node.reads_items_again else value
         for place in node.leaves:
             yield from self._leaf(node, place, value, bound, in_unit)
         self._add_attributes(node, value, bound)
@@ -223,7 +231,7 @@ class Walk:
         items = [(step, child) for step, child in node.children if isinstance(step, ItemsStep)]
         keys = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
         if isinstance(value, Group):
-            names = _column_names(items)
+            names = column_names(items)
             if not items or (keys and names.isdisjoint(map(str, value))):
                 return None, value
             rows, columns = table_of(value, names, dict(items), f"{node.prefix}{items[0][0].text}", self._source)
@@ -390,9 +398,3 @@ def _kept(node: Node, value: Value, rows: Items | Array) -> Iterator[Value]:
             yield item
         else:
             child.is_found = True
-
-
-def _column_names(items: Sequence[tuple[ItemsStep, Node]]) -> set[str]:
-    """Return the names of the columns that items bind, or that lie below them."""
-    bound = {value_of.path[0] for step, _ in items for value_of in step.values} - {"#"}
-    return bound | {step.text for _, item in items for step, _ in item.children if isinstance(step, KeyStep)}

@@ -216,13 +216,12 @@ def read_pickle(source: ByteReader, limits: Limits, *, is_list: bool) -> Value |
         if source.is_eof():
             return root
         return StreamItems(chain(root if isinstance(root, ListItems) else (root,), _pickles(source, open_value)))
-    if not isinstance(first, _NAMED) and not isinstance(source, BufferReader):
+    if not isinstance(first, dict | PickledObject | PickledGraph) and not isinstance(source, BufferReader):
         return None
     return StreamItems(chain(iter([open_value(first)]), _items(reader, open_value), _pickles(source, open_value)))
 
 
 _NOTHING = object()
-_NAMED = (dict, PickledObject, PickledGraph)  # items whose values have names
 
 
 def _reader(source: ByteReader) -> SafeUnpickler:
@@ -264,25 +263,5 @@ def read_mapped_pickle(content: Content) -> Value:
 
 
 def read_torch_zip(content: Content) -> Value:
-    """Return the tree of a zip archive of torch.save. The items of a list of dicts or objects come one by one."""
-    data, load = torch_file.pickle_of_zip(content.mapped)
-    open_value = ObjectOpener(content.limits)
-    for is_list in (True, False) if bytes(data[-2:]) in _ENDS_OF_LISTS else (False,):
-        source = BufferReader(data)
-        reader = pickle_reader(source, persistent_load=load)
-        if is_list and isinstance(first := next(iter(reader), None), _NAMED):
-            return StreamItems(_items_to_end(first, reader, open_value, source))
-    root = open_value(reader.load())
-    _check_end(source)
-    return root
-
-
-def _items_to_end(first: Any, reader: SafeUnpickler, open_value: ObjectOpener, source: ByteReader) -> Iterator[Value]:
-    yield open_value(first)
-    yield from _items(reader, open_value)
-    _check_end(source)
-
-
-def _check_end(source: ByteReader) -> None:
-    if not source.is_eof():
-        raise InvalidInputError("trailing bytes after the pickle")
+    """Return the tree of a zip archive of torch.save."""
+    return ObjectOpener(content.limits)(torch_file.read_zip(content.mapped))
