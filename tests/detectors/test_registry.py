@@ -46,7 +46,7 @@ def test_detector_of_another_package_is_listed_and_made(tmp_path, monkeypatch):
     ("entry_point", "message"),
     [
         ("norm = nowhere:Detector", "norm-detector: detector norm cannot be loaded: ModuleNotFoundError"),
-        ("norm = norm_detector:np.float64", "norm is a float64, expected a tracestore.detectors.Detector"),
+        ("norm = norm_detector:np.float64", "norm is a float64, expected a tracestore.detectors.interface.Detector"),
     ],
 )
 def test_detector_that_cannot_be_loaded_names_its_package(entry_point, message, tmp_path, monkeypatch):

@@ -202,7 +202,7 @@ def _properties(name: str, options: dict[str, Any]) -> dict[str, Any]:
     if found["kind"] not in get_args(Kind):
         raise UsageError(f"kind: found {found['kind']!r:.60}, expected one of {', '.join(get_args(Kind))}")
     if not isinstance(found["parameters"], dict) or not all(isinstance(text, str) for text in texts):
-        raise UsageError("its attributes are not those of a tracestore.detectors.Detector")
+        raise UsageError("its attributes are not those of a tracestore.detectors.interface.Detector")
     return dict(found)
 
 

@@ -205,7 +205,9 @@ def _load(name: str, load: Callable[[], Any], package: str, **options: Any) -> D
         reason = escape_unprintable(f"{type(error).__name__}: {error}", 200)
         raise UsageError(f"{package}: detector {name} cannot be loaded: {reason}") from error
     if not isinstance(detector, Detector):
-        raise UsageError(f"{package}: {name} is a {type(detector).__name__}, expected a tracestore.detectors.Detector")
+        raise UsageError(
+            f"{package}: {name} is a {type(detector).__name__}, expected a tracestore.detectors.interface.Detector"
+        )
     return detector
 
 

@@ -91,7 +91,11 @@ class PackedTrace:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its arrays in bytes."""
+        """Size of its arrays in bytes, 0 once a segment has taken them."""
+        return self._array_bytes if self.arrays else 0
+
+    @cached_property
+    def _array_bytes(self) -> int:
         return sum(map(num_bytes_of, self.arrays.values()))
 
     def room_for_layer_crcs(self, name: str, num_bytes: int) -> np.ndarray | None:
