@@ -240,7 +240,7 @@ def test_a_log_tells_what_runs(path, tmp_path, plugin, monkeypatch, as_json):
     plugin("def fit(self, *a):\n        __import__('time').sleep(0.2)\n        return super().fit(*a)")
     monkeypatch.setattr("tracestore.cli.commands.benchmark._LOG_INTERVAL_S", 0.5)
     words = ["--detectors", "bad", "--workers", 1, "--output-dir", tmp_path / "out", *["--json"] * as_json]
-    done = command("benchmark", path, *words, check=1)
+    done = command("benchmark", path, *words, check=0)
     log, other = (done.stderr, done.stdout) if as_json else (done.stdout, done.stderr)
     lines = [line for line in log.splitlines() if "now bad" in line]
     assert len(lines) >= 3 and re.fullmatch(r"\d+ %, \d+ of \d+ steps, .*, now bad", lines[0]), log
