@@ -48,7 +48,7 @@ class SourceAccount:
         self._plan = plan
         self.num_refused = 0
         self.answers: range | None = None  # the rows of the states of all answers to the question of the last trace
-        self.unused: list[tuple[str, str]] = []  # line and names of each value without a trace
+        self.unused: list[tuple[str, int, str]] = []  # line, values without a trace, names of the first one
         self._keys: set[tuple[str, int]] = set()
         self._rows: dict[tuple[Any, ...], int] = {}
         self._stacks: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -101,12 +101,12 @@ class SourceAccount:
             if place.rule.kind == "known" or self._is_uncounted(place) or self.num_refused:
                 continue
             unused = [key for key in column.rows() if key not in column.used]
-            is_answer = "K" in column.names
-            if unused and (place.rule.kind in ("array", "texts") or is_answer or not column.used):
-                where = named(column.names, unused[0]) or "a value"
+            if not unused:
+                continue
+            where = named(column.names, unused[0]) or "a value"
+            if place.rule.kind in ("array", "texts") or "K" in column.names or not column.used:
                 raise InvalidInputError(f"{where} of {place.address} belongs to no trace", field=place.name)
-            names = (escape_unprintable(named(column.names, key), 60) or "a value" for key in unused)
-            self.unused += [(f"{place.name} = {place.address}", name) for name in names]
+            self.unused.append((f"{place.name} = {place.address}", len(unused), escape_unprintable(where, 60)))
 
     def _is_uncounted(self, place: Place) -> bool:
         """Return whether rows of a field may serve no trace, as those of beams."""
@@ -231,7 +231,7 @@ class RunAccount:
         number: int,
         missing: Mapping[Place, set[MissingRow]],
         columns: Mapping[Place, Column] | None = None,
-        unused: Sequence[tuple[str, str]] = (),
+        unused: Sequence[tuple[str, int, str]] = (),
     ) -> None:
         """Add what a source lacks in tables, its columns that are in order, and its values without a trace."""
         with self._lock:
@@ -240,8 +240,8 @@ class RunAccount:
                 if column.ends and place.position_prefix not in self._prefixes and place.rule.kind != "known":
                     first, last = ((number, end_text(row)) for row in column.ends)
                     self._add_in_order((place.name, place.address.files.text), len(column.used), first, last)
-            for line, where in unused:
-                self._add_unused(line, 1, where)
+            for line, count, first_name in unused:
+                self._add_unused(line, count, first_name)
             for place, keys in missing.items():
                 self._missing.setdefault(place, set()).update(keys)
 

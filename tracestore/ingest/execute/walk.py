@@ -75,7 +75,7 @@ class Node:
 
     @functools.cached_property
     def reads_items_again(self) -> bool:
-        """Return whether lines read the items of a list more than once: as members, and before and with those of the traces."""
+        """Return whether the lines below read the items of a list by their number, or in more than one pass."""
         passes = {child.leads_to_unit for step, child in self.children if isinstance(step, ItemsStep)}
         keys = [(member_number(step), child.children) for step, child in self.children if isinstance(step, KeyStep)]
         return len(passes) + len(self.leaves) > 1 or any(k not in self.left_out or below for k, below in keys)
