@@ -46,7 +46,7 @@ def cluster(folder):
     try:
         file = folder / "scheduler.json"
         start("scheduler", "--port", "0", "--no-dashboard", "--scheduler-file", str(file), "--host", "127.0.0.1")
-        wait_until(file.exists)
+        wait_until(lambda: file.exists() and file.read_text())  # the scheduler creates it before it writes
         address = json.loads(file.read_text())["address"]
         for _ in range(2):
             start("worker", address, "--nthreads", "1", "--no-nanny", "--no-dashboard", "--host", "127.0.0.1")

@@ -18,6 +18,8 @@ from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, uint8_t, uint64_t
 from libc.string cimport memchr, memcpy
 
+from collections import deque
+
 from tracestore.errors import InvalidInputError
 
 import numpy as np
@@ -405,7 +407,7 @@ cdef class SafeUnpickler:
     cdef dict sparse  # memo keys that are not dense
     cdef bytearray used  # flags of memo entries that were read
     cdef Py_ssize_t swept  # memo entries below this were examined
-    cdef list charges  # (first memo key after a trace, bytes its entries retain), oldest first
+    cdef object charges  # (first memo key after a trace, bytes its entries retain), oldest first
     cdef uint64_t retained, retained_limit, live, live_limit
     cdef uint64_t num_opcodes
     cdef tuple retained_types
@@ -423,7 +425,7 @@ cdef class SafeUnpickler:
         self.retained_limit, self.retained_types = retained_bytes, retained_types
         self.stack, self.marks, self.memo, self.sparse = [], [], [], {}
         self.used = bytearray()
-        self.charges, self.completed = [], []
+        self.charges, self.completed = deque(), []
         self.live_limit = LIVE_BYTES + LIVE_PER_BYTE * source.disk_bytes
         self.mark = -1
 
@@ -559,7 +561,7 @@ cdef class SafeUnpickler:
         trace stay: the next one usually refers to its dtypes and strings."""
         cdef Py_ssize_t end, k
         while self.retained > self.retained_limit and len(self.charges) > 1:
-            end, num_bytes = self.charges.pop(0)
+            end, num_bytes = self.charges.popleft()
             for k in range(self.swept, end):
                 if not self.used[k] and not self.is_small(self.memo[k]):
                     self.memo[k] = _EVICTED
