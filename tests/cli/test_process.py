@@ -28,6 +28,7 @@ def process_state():
         "showwarning": warnings.showwarning,
         "frozen": gc.get_freeze_count(),
         "switch interval": sys.getswitchinterval(),
+        "garbage collection": gc.get_threshold(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "environment": dict(os.environ),
