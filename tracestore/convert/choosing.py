@@ -84,7 +84,7 @@ def described_run(
     groups = [(named, {n: p for n, p in files.items() if p not in of_kept}) for named, files in groups]
     groups = [group for group in groups if group[1]]
     parts += _found_parts(groups, owned, lines, settings, output, has_scores_file=has_scores_file, is_all=not parts)
-    run = DescribedRun(parts, {path: k for k, path in enumerate(paths)}, found, is_builtin=True)
+    run = DescribedRun(parts, {path: k for k, path in enumerate(paths)}, found, finds_layouts=True)
     if not run.sources:
         raise NoSourceError(_NO_FILE.format(arguments[0]))
     return run

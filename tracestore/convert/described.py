@@ -45,8 +45,8 @@ class DescribedRun:
         The positions of all files by their paths.
     score_files : FoundFiles
         The scores files of the run.
-    is_builtin : bool
-        Whether built-in layouts describe the files.
+    finds_layouts : bool
+        Whether the layouts were found: built in, kept in the store or proposed. Otherwise one is stated for all files.
 
     Attributes
     ----------
@@ -63,9 +63,9 @@ class DescribedRun:
     """
 
     def __init__(
-        self, parts: Sequence[Part], order: Mapping[Path, int], score_files: FoundFiles, *, is_builtin: bool = False
+        self, parts: Sequence[Part], order: Mapping[Path, int], score_files: FoundFiles, *, finds_layouts: bool = False
     ) -> None:
-        self.parts, self.order, self.score_files, self.is_builtin = parts, order, score_files, is_builtin
+        self.parts, self.order, self.score_files, self.finds_layouts = parts, order, score_files, finds_layouts
         self.sources = sources_in_order(parts, order)
         for folder in {place for source in self.sources for path in source.files for place in path.parents[:2]}:
             find_export(folder)  # refuses an unfinished or damaged export
@@ -75,7 +75,7 @@ class DescribedRun:
         self._has_own = bool(own)
         self._own = {name for part in own for name in part.directions}
         self.judgments = [name for name in JUDGMENTS if name in self._own]
-        self._counts_new = is_builtin and not own
+        self._counts_new = finds_layouts and not own
         self._stated: frozenset[str] = frozenset()  # what each trace of the open source has, or else it has none
         self._without_group: set[tuple[str, int]] = set()
         self.has_group_column = False  # of the scores file
@@ -201,7 +201,7 @@ class DescribedRun:
         self._has_new = True
         self._groups |= {key: group for key, group in zip(block.keys, block.groups, strict=True) if group}
         has_label, *has_score = block.has_value.sum(axis=0).tolist()
-        if any(has_score) or (has_label and not self.is_builtin):
+        if any(has_score) or (has_label and not self.finds_layouts):
             for k in range(len(block)):
                 self.added(block.record(k), is_new=True, is_known=False, is_replaced=False, loses=False)
             return
@@ -244,7 +244,7 @@ class DescribedRun:
         if is_replaced:
             self._labels[key] = {}
             self._groups.pop(key, None)
-        if self.is_builtin:  # the writer decides between labels inside of its traces (--on-conflict)
+        if self.finds_layouts:  # the writer decides between labels inside of its traces (--on-conflict)
             found = {**record.scores, **deferred}
         if record.group and self._groups.setdefault(key, record.group) != record.group:
             raise InvalidInputError(
@@ -295,7 +295,7 @@ class DescribedRun:
         """Return the layouts that the store is to keep, the newest last: a stated one, and those that it does not keep yet."""
         # Parts by kept layouts have the newest first.
         texts = dict.fromkeys(part.kept_text for part in reversed(self.parts) if part.kept_text is not None)
-        return [text for text in texts if not (self.is_builtin and text in writer.attributes.layouts)]
+        return [text for text in texts if not (self.finds_layouts and text in writer.attributes.layouts)]
 
     def _keep_layouts(self, writer: StoreWriter) -> None:
         for text in self._new_layouts(writer):

@@ -122,10 +122,10 @@ class Scoring:
             group = self._group(record, row)
             self._matched.add(self.file.key_of(record.question_id, record.sample))
             self.file.check_question(record.question_id, record.sample, _question(packed))
-            if self.file.name in JUDGMENTS and not self._described.is_builtin:
+            if self.file.name in JUDGMENTS and not self._described.finds_layouts:
                 own = {} if record.label is None else {"label": record.label}
                 check_agreement({**own, **record.scores, **record.deferred_scores, self.file.name: row.score})
-        if self._described.is_builtin and writer.index.find(record.question_id, record.sample) >= 0:
+        if self._described.finds_layouts and writer.index.find(record.question_id, record.sample) >= 0:
             record.label = None  # fill() replaces the stored one
         if math.isnan(row.score):
             self._count_unscored(packed)
@@ -137,7 +137,7 @@ class Scoring:
         is_other = self.file.has_groups and record.group not in ("", row.group)
         if not is_other:
             return row.group or record.group
-        if row.group and self._described.is_builtin:
+        if row.group and self._described.finds_layouts:
             return row.group
         if row.group or self._on_conflict == "error":
             way = "--group-column names another column, or leave out one of them"
@@ -171,7 +171,7 @@ class Scoring:
             return
         row = file.row_of(record.question_id, record.sample)
         label = None if row is None or math.isnan(row.label) else row.label
-        if not self._described.is_builtin and record.label is not None:
+        if not self._described.finds_layouts and record.label is not None:
             if label not in (None, record.label):
                 raise InvalidInputError(
                     f"found label {record.label:g} by the layout and {label:g} in {file.path.name}; --score-column "
@@ -226,7 +226,7 @@ class Scoring:
         is_own, is_exported = self._sources_have(writer)
         is_scored = ~np.isnan(values.columns.score(self.file.name))
         # Inside of built-in layouts, only the label of the file is one.
-        is_label_lost = is_own & ~np.isnan(values.columns.labels) & self._described.is_builtin
+        is_label_lost = is_own & ~np.isnan(values.columns.labels) & self._described.finds_layouts
         for index, key in enumerate(keys_of(writer.index)):
             row, label = self.file.row_of(*key), math.nan if is_label_lost[index] else None
             if row is None:

@@ -188,7 +188,7 @@ class TaskPlan:
         order = {Path(path): k for k, path in enumerate(self.facts["order"])}
         scores = FoundFiles([Path(path) for path, _ in self.facts["scores"]], [Path(p) for p in self.facts["unread"]])
         parts = list(map(part_from_json, self.facts["parts"]))
-        return DescribedRun(parts, order, scores, is_builtin=self.facts["is_builtin"])
+        return DescribedRun(parts, order, scores, finds_layouts=self.facts["finds_layouts"])
 
     def provenances(self) -> dict[Path, Provenance]:
         """Return the known provenances by source argument."""
@@ -376,7 +376,7 @@ def new_plan(
             "refuse_attention": attention.is_refused(stored["attention"]),
             "parts": list(map(part_to_json, described.parts)),
             "order": [str(path.absolute()) for path in described.order],
-            "is_builtin": described.is_builtin,
+            "finds_layouts": described.finds_layouts,
             "scores": fingerprints_of(described.score_files.scores),
             "exports": fingerprints_of(facts_of_exports(conversion.sources)),
             "unread": [str(path.absolute()) for path in described.score_files.unread],
