@@ -210,6 +210,19 @@ def test_a_score_on_another_scale_is_no_source_of_labels(path, tmp_path):
 
 
 @pytest.mark.long
+def test_the_threshold_of_a_score_is_not_that_of_others(path, tmp_path):
+    """A threshold from 0 to 1 is one of the chosen score, whose values need not lie there."""
+    for name, low, high in (("signed", -1.0, 1.0), ("judge", 0.2, 0.8)):
+        scores = write_scores(tmp_path / f"{name}.csv", {f"q{k}": high if k % 3 else low for k in range(COUNT)})
+        command("score", path, "--scores", scores, "--name", name, "--score-direction", "correct", check=0)
+    run(path, tmp_path / "out", "length", score="signed", score_threshold=0.0)
+    found = json.loads((tmp_path / "out/benchmark.json").read_text())["stores"]["s"]["label_sources"]
+    assert {name: found["sources"][name]["num_hallucinated"] for name in ("signed", "judge")} == dict.fromkeys(
+        ("signed", "judge"), COUNT // 3
+    )
+
+
+@pytest.mark.long
 def test_traces_with_nan_are_dropped_and_listed(tmp_path):
     traces = [make_labeled(k) for k in range(COUNT)]
     traces[7]["hidden_states"][1][0, 0] = np.nan

@@ -52,6 +52,19 @@ def test_predict_scores_another_store(store, tmp_path):
         assert (np.argsort(p) == np.argsort(expected)).all()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("saves", [True, False])
+def test_checkpoints_of_earlier_results_go_with_them(store, tmp_path, saves):
+    out = tmp_path / "out"
+    words = ["--output", out, "--workers", 1]
+    command("benchmark", store.path, *words, "--detectors", "probe_mean,mean_logprob", "--save-detectors", check=0)
+    (out / "checkpoints/mine.pt").write_text("mine")
+    words += ["--overwrite", "--detectors", "mean_logprob"]
+    command("benchmark", store.path, *words, *["--save-detectors"] * saves, check=0)
+    found = {path.stem for path in (out / "checkpoints").iterdir()}
+    assert "mine" in found and "probe_mean" not in found and ("mean_logprob" in found) == saves
+
+
 def test_store_of_another_shape_is_refused(store, tmp_path):
     detector = make_detector("probe_last").fit(store, np.arange(40), LABELS[:40])
     save_checkpoint(tmp_path / "d.pt", content("probe_last", detector, store, store.indices, 1.0, 0.0, 0.0))

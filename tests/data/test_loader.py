@@ -167,6 +167,17 @@ def test_messages_for_wrong_arguments(store_path):
             tracestore.TraceLoader(store_path, **kwargs)
 
 
+def test_stored_edges_were_chosen_before(tmp_path):
+    trace = make_trace(0) | {"edges": [(np.zeros((2, 1), "i4"), np.full(1, 0.5, "f2"))] * 3}
+    del trace["attentions"]
+    path = write_store(tmp_path / "s.zarr", [trace])
+    for rule in ({"attention_threshold": 0.6}, {"top_k": 0.5}):
+        tracestore.TraceLoader(path, "sequence", **rule)
+        for reader in (tracestore.TraceLoader, tracestore.TraceDataset):
+            with pytest.raises(UsageError, match="chosen before"):
+                reader(path, view="graph", **rule)
+
+
 def test_a_loader_reads_the_generation_of_its_store(tmp_path):
     """A newer generation has other scores and traces than the indices and labels of the store."""
     store = tracestore.open(write_store(tmp_path / "s.zarr", make_traces(4), score=0.9))

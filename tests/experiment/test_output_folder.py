@@ -366,4 +366,5 @@ def test_nothing_of_a_replaced_run_is_left(labeled, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer.Trainer, "run", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(labeled, tmp_path, replace(CONFIG, seed=2))
-    assert not (tmp_path / "results.json").exists()
+    names = ("results.json", "report.html", "predictions.csv", "roc.svg")
+    assert not any((tmp_path / name).exists() for name in names)

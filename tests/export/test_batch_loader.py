@@ -1,5 +1,6 @@
 """TraceBatchLoader over a folder and over a store."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -113,6 +114,15 @@ def test_traces_a_program_appended_and_bfloat16(tmp_path):
         for found, saved in zip(loader.get_batch(0), traces, strict=True):
             for name in ("hidden_states", "attentions"):
                 assert all(torch.equal(a, b) for a, b in zip(found[name], saved[name], strict=True))
+
+
+def test_a_file_that_was_read_again_is_no_empty_batch(data, tmp_path):
+    convert(data, tmp_path / "s.zarr")
+    for file in data.iterdir():
+        os.utime(file, (1, 1))
+    convert(data, tmp_path / "s.zarr")
+    loader = tracestore.TraceBatchLoader(tmp_path / "s.zarr")
+    assert [len(loader.get_batch(k)) for k in range(len(loader))] == [3, 3, 1]
 
 
 def test_errors(tmp_path, data):

@@ -23,8 +23,7 @@ def label_sources(data: LabeledStore, score_threshold: float) -> dict[str, np.nd
     ----------
     data : LabeledStore
     score_threshold : float
-        Threshold of the score that the detectors are fitted to. The other scores have it too if it is in [0, 1],
-        otherwise the default one.
+        Threshold of the score that the detectors are fitted to; the others have the default one.
 
     Returns
     -------
@@ -37,9 +36,8 @@ def label_sources(data: LabeledStore, score_threshold: float) -> dict[str, np.nd
     for name, score in store.score_fields.items():
         if name in left_out:
             continue
-        is_own = name == store.score_name or 0 <= score_threshold <= 1
         values = store.named_scores(name)[data.indices]
-        threshold = score_threshold if is_own else DEFAULT_THRESHOLD
+        threshold = score_threshold if name == store.score_name else DEFAULT_THRESHOLD
         found[name] = derive(values, np.full(len(values), np.nan), threshold, score.direction)
     return {name: labels for name, labels in found.items() if not np.isnan(labels).all()}
 

@@ -207,8 +207,13 @@ def _run(
         shared = {*a.store.question_ids.take(a.indices)} & {*b.store.question_ids.take(b.indices)}
         if shared:
             activity.log(f"{a.name} and {b.name} share {plural(len(shared), 'question')}: transfer is trained on them")
-    if options.save_detectors:
+    # Checkpoints are those of the results: earlier ones go with theirs.
+    earlier = output_dir.glob("checkpoints*/*.pt") if options.overwrite else ()
+    replaced = [path for path in earlier if path.stem in registry()]
+    if options.save_detectors or replaced:
         (output_dir / RESULTS).unlink(missing_ok=True)
+    for path in replaced:
+        path.unlink()
     results: dict[str, Any] = {"config": _config(options), "stores": {}, "transfer": []}
     scores: dict[str, list[Measured]] = {}
     for name, of_store in data.items():

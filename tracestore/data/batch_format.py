@@ -158,6 +158,12 @@ class BatchFormat:
             raise UsageError(
                 f"found dtype {self.dtype!r}, expected 'float32' or as stored, {' and '.join(sorted(stored))}"
             )
+        is_chosen = self.attention_threshold > 0 or (self.top_k or 1) < 1
+        if self.view == "graph" and store.attention_layout == "edges" and is_chosen:
+            raise UsageError(
+                f"{store.path}: its edges were chosen before it was written, so that batches have all of them; "
+                "attention_threshold and top_k (--attention-threshold, --top-k) are for stores of attention"
+            )
 
     def describe(self, store: TraceStore, num_samples: int) -> str:
         """Return the view and the sizes in words, for the representation of a loader."""

@@ -292,7 +292,9 @@ class _Experiment:
                         self._write_results()
 
     def _prepare_output_dir(self) -> None:
-        """Write the splits and remove what belongs to an earlier run, unless it is resumed."""
+        """Write the splits and remove what belongs to an earlier run, unless it is resumed; what is written last goes."""
+        for name in (PREDICTIONS, REPORT, *PLOTS):
+            (self.output_dir / name).unlink(missing_ok=True)
         if self.options.config.resume and self.splits_path.exists():
             return
         folds.remove_run(self.output_dir)

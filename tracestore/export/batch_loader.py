@@ -200,7 +200,7 @@ def _store_batches(traces: TraceStore | TraceSubset) -> list[_Batch]:
         cuts = np.flatnonzero(np.diff(np.where(sizes[owners] > 0, owners, -1))) + 1
         groups = [(int(owners[i[0]]), traces.indices[i]) for i in np.split(np.arange(len(owners)), cuts) if len(i)]
     else:
-        groups = [(k, indices) for k, indices, _ in by_source(store, traces.indices) if sizes[k] > 0]
+        groups = [(k, indices) for k, indices, _ in by_source(store, traces.indices) if sizes[k] > 0 and len(indices)]
         appended = np.flatnonzero(sizes[owners] == 0)  # each of them is a source of its own
         groups += [(int(owners[appended[0]]), appended)] if len(appended) else []
     for number, indices in groups:

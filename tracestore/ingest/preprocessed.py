@@ -106,7 +106,7 @@ def _graph_record(layers: Value) -> TraceRecord:
             if not isinstance(name, str):
                 raise field_error(where, "a key that is not a string", "the fields of a PyG Data")
             extras.setdefault(name, [None] * layers.length)[k] = plain_of(layer[name], Array.read)
-    return TraceRecord(question_id="", hidden=hidden, edges=edges, extras=extras, dropped=[])
+    return TraceRecord(question_id="", hidden=hidden, edges=edges, edges_reversed=None, extras=extras, dropped=[])
 
 
 def _required(group: Group, name: str, where: str = "") -> Value:

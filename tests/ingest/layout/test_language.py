@@ -1,5 +1,6 @@
 """Test the layout language: addresses, TOML, lines, and messages."""
 
+import json
 import tomllib
 
 import pytest
@@ -198,6 +199,11 @@ def test_a_file_of_comments_alone_says_so(tmp_path):
     (tmp_path / "l.toml").write_text("# 1. N 3\n# hidden_states = 'a.npy -> N S D'\n")
     with pytest.raises(UsageError, match="all lines are comments"):
         read_layout(tmp_path / "l.toml", [])
+
+
+@pytest.mark.parametrize("name", ["yes", "not sure", "a = b", 'say "no"', "1.5"])
+def test_a_word_may_have_quotes_as_in_toml(name):
+    assert fields_of_lines([f"words.{json.dumps(name)} = true"]) == {f"words.{name}": True}
 
 
 @pytest.mark.parametrize("line", ["", "x", "= a", "tokens =", "tokens"])

@@ -168,6 +168,28 @@ def test_edges_are_a_field(tmp_path):
             appended(tmp_path / "w.zarr", trace | {"edges": wrong})
 
 
+@pytest.mark.parametrize("pair", [(2, 0), (0, 2)])
+def test_edges_run_from_source_to_target(tmp_path, pair):
+    """[edges]; those of the oldest files, which run the other way, are told by their order"""
+    trace = {"hidden_states": states(tokens=3), "edges": [(np.array(pair).reshape(2, 1), np.ones(1, "f2"))] * 3}
+    appended(tmp_path / "s.zarr", trace)
+    for form in ("pt-gnn", "safetensors", "datasets"):
+        command("export", tmp_path / "s.zarr", tmp_path / form, "--format", form)
+        convert(tmp_path / form, tmp_path / f"{form}.zarr")
+    for path in tmp_path.glob("*.zarr"):
+        (batch,) = tracestore.TraceLoader(path, view="graph", as_pyg=False)
+        assert batch.edge_index[:, 0].tolist() == list(pair), path
+
+
+def test_a_mask_of_the_prompt_ends_with_a_token(tmp_path):
+    """[attention_mask]; padding in front of the generated tokens is no end of the trace"""
+    trace = {"hidden_states": list(states()), "attentions": list(ATTENTION), "tokens": list(range(5))}
+    found, _ = appended(tmp_path / "s.zarr", trace | {"attention_mask": [0, 1, 1]})
+    assert found.tokens.tolist() == [1, 2, 3, 4]
+    with pytest.raises(InvalidInputError, match="attention_mask: found padding before token 3"):
+        appended(tmp_path / "w.zarr", trace | {"attention_mask": [1, 1, 0]})
+
+
 LABELS = [
     *({"label": v} for v in ("0", 0.3, [1], "maybe", -1, 2, [], {"a": 1}, np.array([0, 1]), float("inf"), "yes")),
     *({"is_correct": v} for v in ("0", 0.3, [1], "maybe", -1, 2, {}, b"1")),

@@ -94,6 +94,7 @@ def _record(
     _set_tokens(record, per_token)
     record.optional = optional_fields(optional, record.num_ids, record.answer)
     record.extras = line["extras"]
+    record.edges_reversed = bool(line.get("edges_reversed"))
     record.is_head_mean = record.attention is not None and exported.facts.is_head_mean
     record.is_borrowed = exported.facts.manifest.format == "datasets"
     if exported.has_values:

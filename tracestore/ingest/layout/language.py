@@ -42,6 +42,7 @@ _TEMPLATES = ("id", "sample")
 COUNTED = "#"
 # Entries that state what the numbers of a label mean.
 _NUMBER_WORDS = ("words.0", "words.1")
+_QUOTED_NAME = re.compile(r'\s*(\w+)\.("(?:[^"\\]|\\.)*")\s*=(.*)', re.DOTALL)
 # A word behind a name, a folder or the beginning.
 _WORD_BEFORE = re.compile(r"(?:^|/)[\W_]*([A-Za-z]+)[_\-. =]*$")
 _AXIS_WORDS = {word: name for word, name in COUNTED_WORDS.items() if name in AXIS_NAMES and len(word) > 1}
@@ -140,6 +141,8 @@ def fields_of_lines(lines: Iterable[str]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for line in lines:
         name, equals, text = (part.strip() for part in line.partition("="))
+        if quoted := _QUOTED_NAME.match(line):  # words."yes" = true
+            name, equals, text = f"{quoted[1]}.{_value_of(quoted[2])}", "=", quoted[3].strip()
         if not equals or not name or not text:
             raise UsageError(f'--field {line!r}: expected "FIELD = FILES : PATH -> AXES"')
         if name in entries and name not in _LISTS:

@@ -232,7 +232,7 @@ def _pack_edges(
         indexes.append(index)
         weights.append(_stored(weight, keep, f"graphs[{k}].edge_attr", scratch))
     # Edges of the oldest files point from the attending token i to the attended token j <= i.
-    is_reversed = backward and not forward
+    is_reversed = backward and not forward if record.edges_reversed is None else record.edges_reversed
     rows = [np.ascontiguousarray((i[::-1] if is_reversed else i).T, dtype="<i4") for i in indexes]
     counts = np.array([i.shape[1] for i in indexes], "<i8")
     return rows, weights, counts, "float16" if not keep else dtype, is_reversed

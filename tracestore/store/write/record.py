@@ -53,6 +53,8 @@ class TraceRecord:
         Values of schema.TEXT_FIELDS that the source has.
     optional : dict[str, Any]
         Fields of schema.OPTIONAL_FIELDS that the source has: arrays, numbers, tuples of numbers, JSON texts.
+    edges_reversed : bool or None
+        Whether `edges` run from target to source, as those of the oldest files: None if only they can tell.
     has_own_id : bool
         Whether the source has a `question_id`; otherwise it is derived.
     is_without_embeddings : bool
@@ -89,6 +91,7 @@ class TraceRecord:
     optional: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     label: float | None = None
+    edges_reversed: bool | None = False
     has_own_id: bool = True
     is_without_embeddings: bool = False
     is_head_mean: bool = False

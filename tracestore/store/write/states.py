@@ -215,6 +215,8 @@ def valid_span(mask: Any, length: Any, num_tokens: int) -> tuple[int, int]:
         begin, end = int(kept[0]), int(kept[-1]) + 1
         if end - begin != len(kept):
             raise field_error("attention_mask", "a gap between tokens", "padding at the ends")
+        if end < len(array) < num_tokens:
+            raise field_error("attention_mask", f"padding before token {len(array)}", f"{num_tokens} numbers")
         if end == len(array):
             end = num_tokens
     if length is not None:
