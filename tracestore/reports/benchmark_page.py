@@ -18,7 +18,7 @@ from tracestore.pages.elements import Html, TableCell, element, join, number, pa
 from tracestore.pages.plots import Series, heat_map, plot
 from tracestore.pages.tables import Table
 from tracestore.reports.detector_tables import p_value
-from tracestore.store.io.fsio import atomic_write
+from tracestore.store.io.fsio import write_atomic
 from tracestore.words import format_size
 
 _MAX_TRANSFER = 6
@@ -67,8 +67,7 @@ def write_benchmark(results: Mapping[str, Any], path: Path, command: str | None 
         "command": command and elements.command(command),
     }
     page = document("Benchmark of detectors", facts=facts, sections=[Section("Verdict", join(verdicts)), *sections])
-    with atomic_write(path) as file:
-        file.write(page.encode("utf-8", "backslashreplace"))
+    write_atomic(path, page.encode("utf-8", "backslashreplace"))
 
 
 def _ranked(entry: Mapping[str, Any], scheme: str) -> list[str]:

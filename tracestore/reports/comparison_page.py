@@ -16,7 +16,7 @@ from tracestore.pages.elements import Html, element, join, paragraph, table
 from tracestore.pages.plots import Series, plot
 from tracestore.reports import curves
 from tracestore.reports.detector_tables import best_of, model_table, pair_table, verdict
-from tracestore.store.io.fsio import atomic_write
+from tracestore.store.io.fsio import write_atomic
 from tracestore.words import plural
 
 
@@ -61,8 +61,7 @@ def write_comparison(
         facts=facts,
         sections=[Section("Verdict", join(verdicts)), Section("Options that differ", _options(runs)), *sections],
     )
-    with atomic_write(path) as file:
-        file.write(page.encode("utf-8", "backslashreplace"))
+    write_atomic(path, page.encode("utf-8", "backslashreplace"))
 
 
 def _options(runs: Mapping[str, Any]) -> Html:

@@ -20,7 +20,7 @@ from tracestore.reports.controls import DESCRIPTIONS
 from tracestore.reports.detector_tables import best_of, model_table, pair_table, verdict
 from tracestore.reports.mistakes import mistake_cards
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.fsio import atomic_write
+from tracestore.store.io.fsio import write_atomic
 from tracestore.store.read.store import TraceStore
 from tracestore.words import format_size
 
@@ -62,8 +62,7 @@ def write_report(results: Mapping[str, Any], path: Path, store: TraceStore, run_
     run_facts : RunFacts, optional
     """
     text = report_page(results, store, replace(run_facts or RunFacts(), folder=path.parent))
-    with atomic_write(path) as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
+    write_atomic(path, text.encode("utf-8", "backslashreplace"))
 
 
 def report_page(results: Mapping[str, Any], store: TraceStore, run_facts: RunFacts) -> str:
