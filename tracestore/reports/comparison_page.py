@@ -1,21 +1,18 @@
 """The page of several runs, which `tracestore compare --output` writes."""
 
-import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import tracestore
 from tracestore.evaluation.evaluate import run_scores
 from tracestore.evaluation.metric_table import PROBE_NAME
-from tracestore.pages import elements
 from tracestore.pages.document import Section, document
 from tracestore.pages.elements import Html, element, join, paragraph, table
 from tracestore.pages.plots import Series, plot
 from tracestore.reports import curves
-from tracestore.reports.detector_tables import best_of, model_table, pair_table, verdict
+from tracestore.reports.detector_tables import best_of, model_table, origin, pair_table, verdict
 from tracestore.store.io.fsio import write_atomic
 from tracestore.words import plural
 
@@ -52,9 +49,7 @@ def write_comparison(
     facts = {
         "runs": len(runs),
         "stores": ", ".join(dict.fromkeys(r["store"]["path"] for r in runs.values())),
-        "written": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        "tracestore": tracestore.__version__,
-        "command": command and elements.command(command),
+        **origin(command),
     }
     page = document(
         "Comparison of runs",
