@@ -20,6 +20,8 @@ from tracestore.store.format.labels import CORRECT
 from tracestore.store.html import trace_facts, trace_texts, view_command
 from tracestore.store.io.fsio import atomic_write, check_destination, map_os_errors
 from tracestore.store.maintain.lint import KINDS, LintReport, lint_traces
+from tracestore.store.read.batch_sources import primary_locations
+from tracestore.store.read.index import grouped
 from tracestore.store.read.store import TraceStore
 from tracestore.trace_view import View, downsample
 from tracestore.words import format_size, plural
@@ -161,14 +163,9 @@ def _quantiles(values: np.ndarray, levels: Iterable[float]) -> list[TableCell]:
 def _field_counts(store: TraceStore) -> list[tuple[str, int]]:
     """Return the number of traces that have each field, most frequent first."""
     index, counts = store.internals.index, Counter[str]()
-    columns = {
-        name: index.read_column(name) for name in ("graph_segment", "graph_row", "sequence_segment", "sequence_row")
-    }
-    has_graph = columns["graph_segment"] >= 0
-    segments = np.where(has_graph, columns["graph_segment"], columns["sequence_segment"])
-    rows = np.where(has_graph, columns["graph_row"], columns["sequence_row"])
-    for number in np.unique(segments).tolist():
-        segment, own = store.internals.segment(number), rows[segments == number]
+    places = primary_locations(index.locations(store.indices))
+    for number, traces in grouped(places[:, 0]):
+        segment, own = store.internals.segment(number), places[traces, 1]
         bits = segment.values("fields")[own]
         for name, bit in schema.FIELD_BITS.items():
             counts[name] += int(np.count_nonzero(bits & bit))

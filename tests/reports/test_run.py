@@ -177,7 +177,7 @@ def test_oom_events_are_listed(finished):
     event = {"epoch": 0, "step": 3, "phase": "<forward>", "size_before": 16, "size_after": 8}
     models = {name: {**entry, "oom_events": [event]} for name, entry in results["models"].items()}
     with tracestore.open(folder.parent / "store.zarr") as store:
-        text = report_page({**results, "models": models}, store, RunFacts("tracestore train", peak_bytes=5 << 20))
+        text = report_page({**results, "models": models}, store, RunFacts("tracestore train", None, 5 << 20), folder)
     rows = Page(text).tables["Recovered out-of-memory errors"]
     assert rows[1] == ["lstm_solo", "1", "3", "<forward>", "16", "8"] and len(rows) == 3
     assert "5.0 MiB" in text or "5 MiB" in text

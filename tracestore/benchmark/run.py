@@ -30,7 +30,7 @@ from tracestore.split import labeled_positions
 from tracestore.store.format.labels import CORRECT, FOLD_PREFIX, STORE_COLUMN
 from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.destinations import BENCHMARK, check_output_dir, check_output_files
-from tracestore.store.io.fsio import atomic_write, read_json, write_rows
+from tracestore.store.io.fsio import read_json, write_atomic, write_rows
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.monitor import Log
 from tracestore.train.output_dir import lock_output_dir, write_json
@@ -230,8 +230,7 @@ def _run(
     (output_dir / RESULTS).unlink(missing_ok=True)
     for name, measured in scores.items():
         write_scores(output_dir / _scores_file(name, data), data[name], measured)
-    with atomic_write(output_dir / TABLE) as file:
-        file.write((format_results(results) + "\n").encode())
+    write_atomic(output_dir / TABLE, (format_results(results) + "\n").encode())
     activity.total += 1
     with activity.step("report"):
         write_benchmark(nan_to_none(results), output_dir / REPORT, options.command)

@@ -8,8 +8,6 @@ whole batch.
 """
 
 import functools
-import logging
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.nn import functional as F
 from tracestore.data.buffers import copy_together
 from tracestore.data.order import splitmix64
 from tracestore.detectors.model_config import FUSED_DEVICES
+from tracestore.detectors.precision import kernel_works
 
 # Masks on a CPU compare 16 random bits, on a GPU 32: a probability is a multiple of 2**-16 or 2**-32.
 _STEPS, _KERNEL_STEPS = 1 << 16, 1 << 32
@@ -127,28 +126,18 @@ def draw_noise(masks: TraceMasks, stream: int, like: torch.Tensor) -> torch.Tens
 @functools.cache
 def _kernel_works(device: torch.device) -> bool:
     """Return whether the Triton kernel runs on a GPU and computes `kernel_mask`; warn if not."""
-    try:
+
+    def check() -> str | None:
         masks, sizes = TraceMasks(2**64 - 1, 3, 3), [2, 0, 5]
         row_ptr = torch.tensor([0, *np.cumsum(sizes)]).to(device)
         out = _run_kernel(torch.ones(7, 40, device=device), masks, 1 << 31, 5, 0, row_ptr)
         expected = kernel_mask(masks.keys(5), [n * 40 for n in sizes], 1 << 31)
         noise = _run_noise_kernel(masks, 5, out.device, 40).cpu().numpy()
         is_noise = np.allclose(noise, kernel_noise(masks.keys(5), 40), rtol=1e-4, atol=1e-5)
-        if np.array_equal(out.view(-1).cpu().numpy(), expected * np.float32(2)) and is_noise:
-            return True
-        what = "computes other masks or noise than expected"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        logging.getLogger(__name__).debug("the dropout kernel failed", exc_info=True)
-        what = f"failed: {type(error).__name__}: {error}".splitlines()[0][:200]
-    warnings.warn(
-        f"the dropout kernel on {device} {what}; masks are drawn on the CPU, which is slower. "
-        "Please report this with the output of: tracestore doctor",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-    return False
+        is_mask = np.array_equal(out.view(-1).cpu().numpy(), expected * np.float32(2))
+        return None if is_mask and is_noise else "computes other masks or noise than expected"
+
+    return kernel_works("the dropout kernel", device, check, "masks are drawn on the CPU")
 
 
 def masks_on_device(device: torch.device) -> bool:

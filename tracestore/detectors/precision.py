@@ -1,6 +1,8 @@
-"""Reduced precision on processors and GPUs that lack some of its kernels."""
+"""Reduced precision on processors and GPUs that lack some of its kernels, and the check of the kernels of detectors."""
 
 import functools
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +104,25 @@ def autocast_for(model: nn.Module, precision: Precision, device: torch.device) -
             if isinstance(module, nn.LSTM):
                 _run_in_float32(module)
     return torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+
+def kernel_works(kernel: str, device: torch.device, check: Callable[[], str | None], instead: str) -> bool:
+    """Return whether a kernel passes a check, which returns None or what is wrong; warn if not.
+
+    An out-of-memory error is raised, because the kernel may work.
+    """
+    try:
+        what = check()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        logging.getLogger(__name__).debug("%s failed", kernel, exc_info=True)
+        what = f"failed: {type(error).__name__}: {error}".splitlines()[0][:200]
+    if what is not None:
+        text = f"{kernel} on {device} {what}; {instead}, which is slower."
+        advice = "Please report this with the output of: tracestore doctor"
+        warnings.warn(f"{text} {advice}", RuntimeWarning, stacklevel=4)
+    return what is None
 
 
 def _autocast_dtype(precision: Precision, device_type: str) -> torch.dtype | None:

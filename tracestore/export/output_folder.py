@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from tracestore.errors import StoreLockedError, UsageError
 from tracestore.ingest.exports.export_manifest import COMPLETE, DATA_FOLDER, ExportManifest
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.io.fsio import remove_tree
+from tracestore.store.io.locks import lock_error
 
 
 @contextlib.contextmanager
@@ -24,11 +24,8 @@ def lock_folder(out: Path) -> Iterator[None]:
     """
     fd = os.open(out, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno == errno.EWOULDBLOCK:
-                raise StoreLockedError(f"{out}: another process exports into this folder") from None
+        if lock_error(fd) == errno.EWOULDBLOCK:
+            raise StoreLockedError(f"{out}: another process exports into this folder")
         yield
     finally:
         os.close(fd)

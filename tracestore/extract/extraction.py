@@ -266,8 +266,7 @@ def _is_finished(scores: Path, batch: QuestionBatch, judges: Sequence[str]) -> b
 
 
 def _write_rows(path: Path, rows: Sequence[Sequence[Any]]) -> None:
-    with fsio.atomic_write(path) as file:
-        file.write(json.dumps(rows).encode())
+    fsio.write_atomic(path, json.dumps(rows).encode())
 
 
 def _require_own_files(folder: Path, batches: Sequence[QuestionBatch]) -> None:

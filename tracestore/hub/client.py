@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from tracestore.errors import DiskFullError, RemoteError, TracestoreError, UsageError
 from tracestore.extras import needs
-from tracestore.hub.data_set import README
+from tracestore.hub.data_set import IS_OFFLINE, NO_ACCESS, NO_REVISION, NOT_AN_ID, README
 
 with needs("hub"):
     from huggingface_hub import HfApi
@@ -28,6 +28,7 @@ with needs("hub"):
 REPO_TYPE = "dataset"
 # The base class of errors of the HTTP library, whose name differs between versions of huggingface_hub.
 _HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
+_TEXTS = {HFValidationError: NOT_AN_ID, RevisionNotFoundError: NO_REVISION, OfflineModeIsEnabled: IS_OFFLINE}
 _SILENT = 60  # above logging.CRITICAL
 
 
@@ -70,16 +71,12 @@ def _converted(error: Exception, repo_id: str) -> TracestoreError:
     if any(os.strerror(errno.ENOSPC) in str(item) for item in chain):
         return DiskFullError(f"{repo_id}: no space left on the disk")
     for item in chain:
-        if isinstance(item, HFValidationError):
-            return UsageError(f"{repo_id}: not the id of a data set of the Hugging Face Hub, such as USER/NAME")
-        if isinstance(item, RevisionNotFoundError):
-            return UsageError(f"{repo_id}: no such revision")
-        if isinstance(item, OfflineModeIsEnabled):
-            return UsageError(f"{repo_id}: HF_HUB_OFFLINE is set")
+        for kind, meaning in _TEXTS.items():
+            if isinstance(item, kind):
+                return UsageError(f"{repo_id}: {meaning}")
         status = item.response.status_code if isinstance(item, HfHubHTTPError) and item.response is not None else 0
         if isinstance(item, LocalTokenNotFoundError) or status in (401, 404):
-            advice = "log in with 'hf auth login', or set HF_TOKEN"
-            return UsageError(f"{repo_id}: no such data set on the Hugging Face Hub, or no access to it; {advice}")
+            return UsageError(f"{repo_id}: {NO_ACCESS}")
         if status == 403:
             return UsageError(f"{repo_id}: no permission; the token may lack the right to write")
     if isinstance(error, ValueError) and README in text:

@@ -18,6 +18,10 @@ with needs("hub"):
     from huggingface_hub.utils import validate_repo_id
 
 README, _ATTRIBUTES = "README.md", ".gitattributes"
+# What an error of this module or of the library means.
+NOT_AN_ID = "not the id of a data set of the Hugging Face Hub, such as USER/NAME"
+NO_ACCESS = "no such data set on the Hugging Face Hub, or no access to it; log in with 'hf auth login', or set HF_TOKEN"
+NO_REVISION, IS_OFFLINE = "no such revision", "HF_HUB_OFFLINE is set"
 # An answer of the interface; a page of a list has 1,000 files.
 _MAX_PAGE_BYTES = 4 << 20
 # A list of files. A page counts as 4 KiB at least.
@@ -56,11 +60,9 @@ class DataSet(Server):
         try:
             validate_repo_id(repo_id)
         except HFValidationError:
-            raise UsageError(
-                f"{repo_id}: not the id of a data set of the Hugging Face Hub, such as USER/NAME"
-            ) from None
+            raise UsageError(f"{repo_id}: {NOT_AN_ID}") from None
         if constants.HF_HUB_OFFLINE:
-            raise UsageError(f"{repo_id}: HF_HUB_OFFLINE is set")
+            raise UsageError(f"{repo_id}: {IS_OFFLINE}")
         super().__init__(f"{constants.ENDPOINT}/api/datasets")
         self._num_bytes = 0
         token = get_token()
@@ -94,12 +96,9 @@ class DataSet(Server):
         """See Server."""
         if isinstance(error, StatusError):
             if error.headers.get("X-Error-Code") == "RevisionNotFound":
-                return UsageError(f"{self.repo_id}: no such revision")
+                return UsageError(f"{self.repo_id}: {NO_REVISION}")
             if error.status in (401, 404):
-                advice = "log in with 'hf auth login', or set HF_TOKEN"
-                return UsageError(
-                    f"{self.repo_id}: no such data set on the Hugging Face Hub, or no access to it; {advice}"
-                )
+                return UsageError(f"{self.repo_id}: {NO_ACCESS}")
         return super().translate(what, error)
 
     def list_files(self) -> tuple[dict[str, int], list[str]]:

@@ -1,6 +1,6 @@
 """Empty the cache of CUDA's allocator where statistics show that it helps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -15,21 +15,9 @@ class CudaCacheManager:
 
     Every `CHECK_EVERY_STEPS` steps it checks whether allocator retries rise or the reserved memory
     lies far above the allocated peak. On a CPU it does nothing: freed tensors are returned at once.
-
-    Parameters
-    ----------
-    statistics : callable, optional
-        Returns the statistics of ``torch.cuda.memory_stats``, the default.
-    empty : callable, optional
-        Empties the cache.
     """
 
-    def __init__(
-        self,
-        statistics: Callable[[], Mapping[str, int]] = torch.cuda.memory_stats,
-        empty: Callable[[], None] = torch.cuda.empty_cache,
-    ) -> None:
-        self._statistics, self._empty = statistics, empty
+    def __init__(self) -> None:
         self._steps = self._retries = self._kept = 0
 
     def after_step(self) -> None:
@@ -37,20 +25,20 @@ class CudaCacheManager:
         self._steps += 1
         if self._steps % CHECK_EVERY_STEPS:
             return
-        now = self._statistics()
+        now = torch.cuda.memory_stats()
         retries = now.get("num_alloc_retries", 0)
         rising, self._retries = retries > self._retries, retries
         peak = now.get("allocated_bytes.all.peak", 0)
         self._kept = min(self._kept, max(0, _idle(now)))
         if rising or _idle(now) - self._kept > max(_MAX_IDLE_BYTES, _MAX_IDLE_FRACTION * peak):
-            self._empty()
+            torch.cuda.empty_cache()
             # The memory of CUDA graphs stays reserved.
-            self._kept = max(0, _idle(self._statistics()))
+            self._kept = max(0, _idle(torch.cuda.memory_stats()))
 
     def after_checkpoint(self) -> None:
         """Empty the cache: a step does not need the blocks that a checkpoint used."""
-        if self._statistics():
-            self._empty()
+        if torch.cuda.memory_stats():
+            torch.cuda.empty_cache()
 
 
 def _idle(statistics: Mapping[str, int]) -> int:

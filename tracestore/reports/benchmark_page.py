@@ -1,6 +1,5 @@
 """report.html of a benchmark."""
 
-import datetime
 import itertools
 import shlex
 from collections.abc import Mapping
@@ -9,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-import tracestore
 from tracestore.evaluation.clusters import UNITS, adjusted_p_to
 from tracestore.evaluation.metric_table import format_interval
 from tracestore.pages import elements
@@ -17,8 +15,8 @@ from tracestore.pages.document import Section, document
 from tracestore.pages.elements import Html, TableCell, element, join, number, paragraph, table
 from tracestore.pages.plots import Series, heat_map, plot
 from tracestore.pages.tables import Table
-from tracestore.reports.detector_tables import p_value
-from tracestore.store.io.fsio import atomic_write
+from tracestore.reports.detector_tables import origin, p_value
+from tracestore.store.io.fsio import write_atomic
 from tracestore.words import format_size
 
 _MAX_TRANSFER = 6
@@ -62,13 +60,10 @@ def write_benchmark(results: Mapping[str, Any], path: Path, command: str | None 
         "stores": ", ".join(stores),
         "traces": ", ".join(f"{e['num_traces']:,} ({e['num_hallucinated']:,} hallucinated)" for e in stores.values()),
         "folds": next(iter(stores.values()))["folds"]["num_folds"],
-        "written": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        "tracestore": tracestore.__version__,
-        "command": command and elements.command(command),
+        **origin(command),
     }
     page = document("Benchmark of detectors", facts=facts, sections=[Section("Verdict", join(verdicts)), *sections])
-    with atomic_write(path) as file:
-        file.write(page.encode("utf-8", "backslashreplace"))
+    write_atomic(path, page.encode("utf-8", "backslashreplace"))
 
 
 def _ranked(entry: Mapping[str, Any], scheme: str) -> list[str]:

@@ -1,22 +1,19 @@
 """The page of several runs, which `tracestore compare --output` writes."""
 
-import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import tracestore
 from tracestore.evaluation.evaluate import run_scores
 from tracestore.evaluation.metric_table import PROBE_NAME
-from tracestore.pages import elements
 from tracestore.pages.document import Section, document
 from tracestore.pages.elements import Html, element, join, paragraph, table
 from tracestore.pages.plots import Series, plot
 from tracestore.reports import curves
-from tracestore.reports.detector_tables import best_of, model_table, pair_table, verdict
-from tracestore.store.io.fsio import atomic_write
+from tracestore.reports.detector_tables import best_of, model_table, origin, pair_table, verdict
+from tracestore.store.io.fsio import write_atomic
 from tracestore.words import plural
 
 
@@ -52,17 +49,14 @@ def write_comparison(
     facts = {
         "runs": len(runs),
         "stores": ", ".join(dict.fromkeys(r["store"]["path"] for r in runs.values())),
-        "written": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        "tracestore": tracestore.__version__,
-        "command": command and elements.command(command),
+        **origin(command),
     }
     page = document(
         "Comparison of runs",
         facts=facts,
         sections=[Section("Verdict", join(verdicts)), Section("Options that differ", _options(runs)), *sections],
     )
-    with atomic_write(path) as file:
-        file.write(page.encode("utf-8", "backslashreplace"))
+    write_atomic(path, page.encode("utf-8", "backslashreplace"))
 
 
 def _options(runs: Mapping[str, Any]) -> Html:

@@ -1,11 +1,19 @@
-"""Tables and sentences about detectors that the pages of a run and of several runs share."""
+"""Tables, sentences and facts that the pages of a run, of several runs and of a benchmark share."""
 
+import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import tracestore
 from tracestore.evaluation.metric_table import COLUMNS, METHODS, PROBE_NAME, TITLES, format_interval, pair_name, too_few
-from tracestore.pages.elements import Html, TableCell, join, number, paragraph, table
+from tracestore.pages.elements import Html, TableCell, command, join, number, paragraph, table
 from tracestore.words import format_p
+
+
+def origin(line: str | None, time: datetime.datetime | None = None, verb: str = "written") -> dict[str, object]:
+    """Return when a page was written or a run finished, the version, and the command line if there is one."""
+    written = (time or datetime.datetime.now().astimezone()).strftime("%Y-%m-%d %H:%M %Z")
+    return {verb: written, "tracestore": tracestore.__version__, "command": line and command(line)}
 
 
 def model_table(entries: Mapping[str, dict[str, Any]], controls: Mapping[str, dict[str, Any]], best: str) -> Html:

@@ -11,7 +11,7 @@ from tracestore.pages.plots import Series
 from tracestore.pages.svg import drawing
 from tracestore.reports import curves
 from tracestore.reports.run_page import test_scores
-from tracestore.store.io.fsio import atomic_write
+from tracestore.store.io.fsio import write_atomic
 
 PLOTS = ("loss.svg", "auroc.svg", "roc.svg", "precision_recall.svg")
 
@@ -52,6 +52,5 @@ def write_plots(results: Mapping[str, Any], folder: Path) -> list[Path]:
     )
     paths = [folder / name for name in PLOTS]
     for path, text in zip(paths, drawings, strict=True):
-        with atomic_write(path) as file:
-            file.write(text.encode("utf-8", "backslashreplace"))
+        write_atomic(path, text.encode("utf-8", "backslashreplace"))
     return paths

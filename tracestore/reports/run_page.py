@@ -3,13 +3,12 @@
 import datetime
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import tracestore
 from tracestore.evaluation.evaluate import RunScores, run_scores
 from tracestore.evaluation.metric_table import PROBE_NAME, entries_of
 from tracestore.pages.document import Section, document
@@ -17,10 +16,10 @@ from tracestore.pages.elements import Html, command, details, element, facts, jo
 from tracestore.pages.plots import Series, histogram, plot
 from tracestore.reports import curves
 from tracestore.reports.controls import DESCRIPTIONS
-from tracestore.reports.detector_tables import best_of, model_table, pair_table, verdict
+from tracestore.reports.detector_tables import best_of, model_table, origin, pair_table, verdict
 from tracestore.reports.mistakes import mistake_cards
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.fsio import atomic_write
+from tracestore.store.io.fsio import write_atomic
 from tracestore.store.read.store import TraceStore
 from tracestore.words import format_size
 
@@ -39,14 +38,11 @@ class RunFacts:
         When the run finished. Default: now.
     peak_bytes : int, optional
         Largest memory of the process.
-    folder : Path, optional
-        Output folder of the run.
     """
 
     command: str | None = None
     finished: datetime.datetime | None = None
     peak_bytes: int | None = None
-    folder: Path | None = None
 
 
 def write_report(results: Mapping[str, Any], path: Path, store: TraceStore, run_facts: RunFacts | None = None) -> None:
@@ -61,13 +57,12 @@ def write_report(results: Mapping[str, Any], path: Path, store: TraceStore, run_
         The store of the run, for lengths and the texts of misclassified traces.
     run_facts : RunFacts, optional
     """
-    text = report_page(results, store, replace(run_facts or RunFacts(), folder=path.parent))
-    with atomic_write(path) as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
+    text = report_page(results, store, run_facts or RunFacts(), path.parent)
+    write_atomic(path, text.encode("utf-8", "backslashreplace"))
 
 
-def report_page(results: Mapping[str, Any], store: TraceStore, run_facts: RunFacts) -> str:
-    """Return the page of a run."""
+def report_page(results: Mapping[str, Any], store: TraceStore, run_facts: RunFacts, folder: Path) -> str:
+    """Return the page of a run with an output folder."""
     entries = dict(entries_of(results))
     scores = test_scores(results)
     controls = results.get("controls") or {}
@@ -86,7 +81,7 @@ def report_page(results: Mapping[str, Any], store: TraceStore, run_facts: RunFac
         Section("Layers", _layers(entries)),
         Section("Groups", _groups(entries), "AUROC within each group: means over the runs in which it has both classes."),
         Section("Lengths", _lengths(scores, store), "AUROC of traces of similar length; a quarter of the tests each. Without a bar: one class only."),
-        Section("Most confident mistakes", join([mistake_cards(store, scores, best), _serve(store, run_facts)]),
+        Section("Most confident mistakes", join([mistake_cards(store, scores, best), _serve(store, folder)]),
                 f"Wrong predictions of {best} on the test split, the most confident first."),
         Section("Runs", _runs(results, entries)),
         Section("Out of memory", _events(results["models"])),
@@ -114,7 +109,6 @@ def _header(results: Mapping[str, Any], run_facts: RunFacts) -> dict[str, object
     folds, seeds = config.get("folds"), config.get("seeds") or 1
     divided = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
     origins = [Provenance(p.model, layer_ids=p.layer_ids, tool=p.tool) for p in map(_provenance, store["provenance"])]
-    finished = run_facts.finished or datetime.datetime.now().astimezone()
     return {
         "store": store["path"],
         "provenance": "; ".join(dict.fromkeys(filter(None, map(str, origins)))) or "unknown",
@@ -122,9 +116,7 @@ def _header(results: Mapping[str, Any], run_facts: RunFacts) -> dict[str, object
         "classes": ", ".join(f"{count:,} {name} ({100 * count / total:.0f} %)" for name, count in classes.items()),
         "split": f"{folds} folds; first fold: {divided}" if folds else divided,
         "seeds": f"{config['seed']} to {config['seed'] + seeds - 1}" if seeds > 1 else config["seed"],
-        "finished": finished.strftime("%Y-%m-%d %H:%M %Z"),
-        "tracestore": tracestore.__version__,
-        "command": run_facts.command and command(run_facts.command),
+        **origin(run_facts.command, run_facts.finished, "finished"),
     }
 
 
@@ -277,10 +269,10 @@ def _lengths(scores: Mapping[str, Sequence[RunScores]], store: TraceStore) -> Ht
     return _plots([figure])
 
 
-def _serve(store: TraceStore, run_facts: RunFacts) -> Html:
-    if run_facts.folder is None or len(store.internals.members) > 1:  # serve shows one store
+def _serve(store: TraceStore, folder: Path) -> Html:
+    if len(store.internals.members) > 1:  # serve shows one store
         return Html("")
-    words = ["tracestore", "serve", str(store.path), "--results", str(run_facts.folder)]
+    words = ["tracestore", "serve", str(store.path), "--results", str(folder)]
     return join([paragraph("To list and open all test traces that a model misclassifies:"), command(shlex.join(words))])
 
 

@@ -5,7 +5,8 @@ import numpy as np
 from tracestore.errors import CorruptStoreError
 from tracestore.store.format import schema
 from tracestore.store.format.ragged import is_offsets
-from tracestore.store.read.batch_sources import GRAPH_ROW, GRAPH_SEGMENT, SEQUENCE_ROW, SEQUENCE_SEGMENT
+from tracestore.store.read.batch_sources import primary_locations
+from tracestore.store.read.index import grouped
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.read.store import TraceStore
 
@@ -32,15 +33,10 @@ class FoldedTexts:
     """
 
     def __init__(self, store: TraceStore) -> None:
-        locations = store.internals.index.locations(store.indices)
-        has_graph = locations[:, GRAPH_SEGMENT] >= 0
-        segments = np.where(has_graph, locations[:, GRAPH_SEGMENT], locations[:, SEQUENCE_SEGMENT])
-        rows = np.where(has_graph, locations[:, GRAPH_ROW], locations[:, SEQUENCE_ROW])
-        order = np.argsort(segments, kind="stable")
-        numbers, begins = np.unique(segments[order], return_index=True)
+        places = primary_locations(store.internals.index.locations(store.indices))
         blobs, owners = [], []
-        for number, traces in zip(numbers.tolist(), np.split(order, begins[1:]), strict=True):
-            blob, count = _segment_texts(store.internals.segment(number), rows[traces])
+        for number, traces in grouped(places[:, 0]):
+            blob, count = _segment_texts(store.internals.segment(number), places[traces, 1])
             blobs.append(np.frombuffer(blob, "u1"))
             owners.append(np.tile(traces.astype("i4"), count))
         self._num_traces = len(store)

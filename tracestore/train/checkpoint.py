@@ -135,8 +135,7 @@ def save_checkpoint(path: Path, value: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    with fsio.atomic_write(path) as file:
-        file.write(buffer.getbuffer())
+    fsio.write_atomic(path, buffer.getbuffer())
 
 
 def _require_uncompressed(file: BinaryIO) -> None:

@@ -42,7 +42,7 @@ class TrainConfig(StepOptions):
     epochs: int = option(50, "passes over the training split", is_resumable=True)
     lr: float = option(0.001, "learning rate of Adam", type=float_where(lambda r: 0 < r < math.inf, "a number above 0"))
     seed: int = option(
-        42, "seed of split and weights", type=int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1")
+        42, "seed of split, folds and weights", type=int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1")
     )
     grad_accum_steps: int = option(1, "batches per optimizer step; equals one batch of N times the size")
     shuffle: Shuffle = option("global", "order of the traces in an epoch")

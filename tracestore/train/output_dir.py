@@ -49,5 +49,4 @@ def lock_output_dir(folder: Path) -> Iterator[None]:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a file by a JSON document, atomically and durably."""
-    with fsio.atomic_write(path) as file:
-        file.write((json.dumps(value, indent=1) + "\n").encode())
+    fsio.write_atomic(path, (json.dumps(value, indent=1) + "\n").encode())

@@ -58,12 +58,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="K",
         help="each trace is tested in one of K folds",
     )
-    add(
-        "--seed",
-        type=int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1"),
-        default=42,
-        help="seed of folds and weights",
-    )
+    add_flags(parser, TrainConfig, "seed")
     add("--as-one", action="store_true", help="read several stores as one, without a transfer matrix")
     add_flags(parser, TrainConfig, "score", "score_threshold", "drop_nonfinite")
     add("--workers", type=positive_int, metavar="N", help="processes side by side (default: processors, at most 4)")

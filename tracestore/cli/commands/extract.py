@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tracestore.cli.flags import add_allow_mixed_provenance, add_shard
+from tracestore.cli.flags import add_allow_mixed_provenance, add_shard, values
 from tracestore.console import Output, Parser, Progress, float_where, int_between, int_list, positive_int
 from tracestore.errors import UsageError
 from tracestore.extract import extraction
@@ -24,6 +24,9 @@ from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.ownership import check_store_destination
 from tracestore.words import plural
+
+# Fields of AnswerOptions that flags set directly.
+_OPTIONS = ("instruction", "max_new_tokens", "temperature", "seed", "top_logprobs")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -106,15 +109,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
         from tracestore.extract.model_lens import lens_of
         from tracestore.extract.prompts import read_template
 
-    options = AnswerOptions(
-        instruction=args.instruction,
-        max_new_tokens=args.max_new_tokens,
-        template=read_template(args.prompt_template) if args.prompt_template else None,
-        temperature=args.temperature,
-        seed=args.seed,
-        top_logprobs=args.top_logprobs,
-        select=select,
-    )
+    template = read_template(args.prompt_template) if args.prompt_template else None
+    options = AnswerOptions(template=template, select=select, **values(args, _OPTIONS))
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
 
     def answer(batch: Sequence[Question]) -> list[dict[str, Any]]:

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from tracestore.errors import CorruptStoreError
+from tracestore.store.read.batch_sources import primary_locations
+from tracestore.store.read.index import grouped
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 
@@ -76,14 +78,12 @@ def answer_bounds(store: TraceStore, indices: Iterable[int]) -> np.ndarray:
     indices = np.fromiter(indices, np.int64)
     locations = store.internals.index.locations(indices)
     # A trace is read by itself only where more than its prompt_length tells the answer, or what it says is impossible.
-    primary = np.where(locations[:, [0]] >= 0, locations[:, :2], locations[:, 4:])
+    places = primary_locations(locations)
     length, prompt = locations[:, 2], np.full(len(indices), np.iinfo(np.int64).max)
-    for number in np.unique(primary[:, 0]).tolist():
+    for number, own in grouped(places[:, 0]):
         segment = store.internals.segment(number)
-        if segment.has_answers:
-            continue
-        of_segment = primary[:, 0] == number
-        prompt[of_segment] = segment.prompt_lengths(primary[of_segment, 1])
+        if not segment.has_answers:
+            prompt[own] = segment.prompt_lengths(places[own, 1])
     begin = np.where(prompt < 0, 0, np.minimum(prompt, np.maximum(length - 1, 0)))
     bounds = np.where((prompt <= length)[:, None], np.stack([begin, length], 1), -1)
     for k in np.flatnonzero(bounds[:, 0] < 0).tolist():

@@ -1,13 +1,12 @@
 """Compare the Triton kernels with the plain operator, once per process and GPU."""
 
 import functools
-import logging
-import warnings
 from typing import Any
 
 import torch
 
 from tracestore.detectors.graph.inputs import GraphInputs
+from tracestore.detectors.precision import kernel_works
 
 _TOLERANCE = 1e-3
 
@@ -24,29 +23,15 @@ def fused_kernels_work(device: torch.device) -> bool:
     torch.OutOfMemoryError
         The GPU has no memory for the small graphs. The next call compares again.
     """
-    try:
+
+    def check() -> str | None:
         from tracestore.detectors.graph import gine_triton
 
         largest = max(kernel_error(gine_triton, inputs) for inputs in _examples(device))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        logging.getLogger(__name__).debug("the fused kernels failed", exc_info=True)
-        _warn(device, f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200])
-        return False
-    if not largest <= _TOLERANCE:
-        _warn(device, f"differ from the plain operator by {largest:.1e} of the largest value")
-        return False
-    return True
+        is_near = largest <= _TOLERANCE
+        return None if is_near else f"differ from the plain operator by {largest:.1e} of the largest value"
 
-
-def _warn(device: torch.device, what: str) -> None:
-    warnings.warn(
-        f"the fused kernels on {device} {what}; graph models use the plain operator, which is slower. "
-        "Please report this with the output of: tracestore doctor",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    return kernel_works("the fused kernels", device, check, "graph models use the plain operator")
 
 
 def _examples(device: torch.device) -> list[GraphInputs]:

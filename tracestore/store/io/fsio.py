@@ -312,6 +312,12 @@ def atomic_write(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     fsync_path(path.parent)
 
 
+def write_atomic(path: Path, data: bytes | memoryview) -> None:
+    """Create or replace a file; see atomic_write()."""
+    with atomic_write(path) as file:
+        file.write(data)
+
+
 def open_csv(file: BinaryIO, encoding: str = "utf-8", errors: str = "surrogatepass") -> io.TextIOWrapper:
     """Return the text of a CSV file for a reader of the csv module, as `write_rows` writes it."""
     # The limit of the csv module is one of the process: 131,072 by default.

@@ -67,13 +67,9 @@ class WriterLock:
 
     def _wait(self, wait_s: float) -> None:
         until = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError as error:
-                if error.errno not in _LOCK_HELD_ERRORS or time.monotonic() >= until:
-                    raise
+        while number := lock_error(self._fd):
+            if number not in _LOCK_HELD_ERRORS or time.monotonic() >= until:
+                raise OSError(number, os.strerror(number))
             time.sleep(_LOCK_POLL_S)
 
     def read(self) -> bytes:
@@ -124,7 +120,7 @@ class Pin:
     def __init__(self, fd: int, path: Path) -> None:
         self._fd = -1
         try:
-            if _lock_error(fd, fcntl.LOCK_SH) in _LOCK_HELD_ERRORS or not is_same_file(fd, path):
+            if lock_error(fd, fcntl.LOCK_SH) in _LOCK_HELD_ERRORS or not is_same_file(fd, path):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         except BaseException:
             os.close(fd)
@@ -161,12 +157,13 @@ def try_exclusive(fd: int) -> Iterator[bool]:
     """
     try:
         # EBADF: the file system allows exclusive locks only on files open for writing, so readers may hold a pin.
-        yield _lock_error(fd, fcntl.LOCK_EX) not in (*_LOCK_HELD_ERRORS, errno.EBADF)
+        yield lock_error(fd) not in (*_LOCK_HELD_ERRORS, errno.EBADF)
     finally:
         os.close(fd)
 
 
-def _lock_error(fd: int, kind: int) -> int:
+def lock_error(fd: int, kind: int = fcntl.LOCK_EX) -> int:
+    """Lock an open file without waiting, and return 0 or the number of the error that keeps from it."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as error:

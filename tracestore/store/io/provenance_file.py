@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.fsio import atomic_write, read_json
+from tracestore.store.io.fsio import read_json, write_atomic
 
 PROVENANCE_FILE = "provenance.json"
 _MAX_BYTES = 1 << 20
@@ -30,5 +30,4 @@ def read_provenance(path: Path) -> Provenance:
 
 def write_provenance(path: Path, provenance: Provenance) -> None:
     """Write the file that tells `tracestore convert` where the traces of its folder come from."""
-    with atomic_write(path) as file:
-        file.write(json.dumps(provenance.to_json(), indent=1).encode())
+    write_atomic(path, json.dumps(provenance.to_json(), indent=1).encode())

@@ -18,6 +18,11 @@ _MOST_LOOKED_UP = 64
 (GRAPH_SEGMENT, GRAPH_ROW, NUM_TOKENS, LAYOUT, SEQUENCE_SEGMENT, SEQUENCE_ROW) = range(6)
 
 
+def primary_locations(locations: np.ndarray) -> np.ndarray:
+    """Return segment and row of the texts of traces, (n, 2) int64, from those of StoreIndex.locations()."""
+    return np.where(locations[:, [GRAPH_SEGMENT]] >= 0, locations[:, :NUM_TOKENS], locations[:, SEQUENCE_SEGMENT:])
+
+
 class GraphBatchSources(NamedTuple):
     """Sources of a gather for the graphs of some traces, of P parts.
 
