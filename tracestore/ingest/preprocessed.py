@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.errors import InvalidInputError, error_location
+from tracestore.errors import InvalidInputError, OnRefused, error_location
 from tracestore.ingest.execute.values import describe, plain_of
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, Value
@@ -16,10 +16,9 @@ from tracestore.store.write.field_values import field_error, label_value
 from tracestore.store.write.record import TraceRecord, question_id_text
 
 _GRAPH_ARRAYS = ("x", "edge_index", "edge_attr")
-OnRefused = Callable[[InvalidInputError], None]
 
 
-def read_preprocessed(path: Path, scratch: Scratch, on_refused: OnRefused | None = None) -> Iterator[TraceRecord]:
+def read_preprocessed(path: Path, scratch: Scratch, on_refused: OnRefused = None) -> Iterator[TraceRecord]:
     """Yield the records of a file of sequences or graphs.
 
     Parameters
@@ -55,7 +54,7 @@ def _read_sequences(root: Group) -> Iterator[TraceRecord]:
         )
 
 
-def _read_graphs(root: Group, on_refused: OnRefused | None) -> Iterator[TraceRecord]:
+def _read_graphs(root: Group, on_refused: OnRefused) -> Iterator[TraceRecord]:
     graphs = root["graphs"]
     if not isinstance(graphs, Items) or not graphs.length:
         raise field_error("graphs", describe(graphs), "a list with one list of layers per trace")

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import InvalidInputError, error_location
+from tracestore.errors import InvalidInputError, OnRefused, error_location
 from tracestore.ingest.execute.accounts import RunAccount, SourceAccount
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FileKeys, FoundFile, claim_files, group_files
@@ -142,11 +142,7 @@ class Execution:
     # Reading
 
     def read(
-        self,
-        group: FileGroup,
-        need_attention: bool | None,
-        scratch: Scratch,
-        on_refused: Callable[[InvalidInputError], None] | None = None,
+        self, group: FileGroup, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused = None
     ) -> Iterator[TraceRecord]:
         """Yield the records of a source; raise InvalidInputError if an account does not close.
 
