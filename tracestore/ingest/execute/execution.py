@@ -218,14 +218,15 @@ class Execution:
             with _of_whole_source():
                 account.close(columns)
                 builder.padding.close()
-        self.account.add_source(self._numbers[group.name], columns.missing, columns.source, account.unused)
+        self.account.add_source(self._numbers[group.name], columns, account)
 
     def _direct(self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch) -> Makers:
         """Yield what makes each record of a source whose items hold all fields of their traces."""
         assert not isinstance(self._step, bool)
         (text,) = group.files
         root, step = self._trees[text], self._step
-        on_unclaimed = partial(self.account.refuse_unclaimed, TraceColumns(self.plan))
+        columns = TraceColumns(self.plan)
+        on_unclaimed = partial(self.account.refuse_unclaimed, columns)
         for file in group.files[text]:
             with error_location(file.name), self._open(file.path, scratch) as opened:
                 value = self._check(text, file.name, opened)
@@ -234,7 +235,7 @@ class Execution:
                 for item, bound in walk.items(root, step, value, {**file.bound, "file": file.name}):
                     yield partial(reader.record, item, bound)
                     del item
-        self.account.add_source(self._numbers[group.name], {})
+        self.account.add_source(self._numbers[group.name], columns, account)
 
     def _check_texts(self, trace: TraceCells, record: TraceRecord) -> None:
         """Rule 13b: questions and answers of rows are those of the traces."""
