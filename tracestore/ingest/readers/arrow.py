@@ -46,7 +46,7 @@ def _rows(batches: Iterator[Any], limits: Limits) -> Value:
     opener = RowOpener(limits, _class_names(first.schema))
     metadata = {_text(key): _text(value) for key, value in (first.schema.metadata or {}).items()}
     rows = (row for batch in chain((first,), batches) for row in opener.rows(batch))
-    return StreamItems(rows, None, metadata, is_lent=True)
+    return StreamItems(rows, metadata, is_lent=True)
 
 
 def _class_names(schema: Any) -> dict[str, list[str]]:
