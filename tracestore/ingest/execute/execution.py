@@ -163,7 +163,6 @@ class Execution:
             has_scores_file=self._has_scores_file,
             is_of_schema=self._step is not False and not self._is_stated,
         )
-        is_first = True
         read = self._joined if self._step is False else self._direct
         for position, make in enumerate(read(group, account, maker, scratch)):
             try:
@@ -183,12 +182,9 @@ class Execution:
                 continue
             finally:
                 del make
-            if is_first:
-                self.account.shown.add_first(self._numbers[group.name], record, account.answers)
-            self.account.shown.add(record)
+            self.account.shown.add(self._numbers[group.name], record, account.answers)
             if "question_id" not in self.layout.templates:
                 self.account.numbers.check_parts(record.question_id, is_layer=record.num_layers == 1)
-            is_first = False
             yield record
             del record
 
