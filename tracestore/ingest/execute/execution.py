@@ -75,7 +75,7 @@ class Execution:
         known: Collection[str] = (),
         looks: FirstLooks | None = None,
     ) -> None:
-        self.layout, self.plan, self._has_scores_file, self._known = plan.layout, plan, has_scores_file, known
+        self.layout, self.plan, self._known = plan.layout, plan, known
         self._check = check or (lambda _text, _name, root: root)
         # Lines of a built-in layout may find nothing. The writer tells its repeated ids apart, as those of all other
         # files (--on-conflict).
@@ -85,6 +85,8 @@ class Execution:
         self._claimed = claim_files(self.plan, files, owned, is_stated=self._is_stated)
         self.groups, self.tables = group_files(self.plan, self._claimed)
         self._step = direct_step(self.plan)
+        is_of_schema = self._step is not False and not self._is_stated
+        self._maker = partial(RecordMaker, plan, has_scores_file=has_scores_file, is_of_schema=is_of_schema)
         self._numbers = {group.name: k for k, group in enumerate(self.groups)}
         self._file_keys = FileKeys(self.plan, self.groups)
         self._looks = looks or FirstLooks()
@@ -156,15 +158,8 @@ class Execution:
             Called with the error of each trace that is refused. By default it is raised.
         """
         account = SourceAccount(self.plan)
-        maker = RecordMaker(
-            self.plan,
-            group.name,
-            need_attention,
-            has_scores_file=self._has_scores_file,
-            is_of_schema=self._step is not False and not self._is_stated,
-        )
         read = self._joined if self._step is False else self._direct
-        for position, make in enumerate(read(group, account, maker, scratch)):
+        for position, make in enumerate(read(group, account, self._maker(group.name, need_attention), scratch)):
             try:
                 record = make(position)
                 if record is None:
