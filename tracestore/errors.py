@@ -6,7 +6,7 @@ standard error and exits with the exception's `exit_code`.
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 # torch names the dtypes of operands that it cannot combine, each operation in its own words: "mat1 and mat2 must have
@@ -123,6 +123,10 @@ class InvalidInputError(TracestoreError):
         where += [] if self.field is None else [self.field]
         text = ": ".join([", ".join(where), self.reason] if where else [self.reason])
         return escape_unprintable(text)
+
+
+# What gets the error of each trace that is refused. Without it the error is raised.
+OnRefused = Callable[[InvalidInputError], None] | None
 
 
 class NoTracesError(InvalidInputError):

@@ -115,6 +115,15 @@ def test_traces_before_a_damage_are_stored(tmp_path):
         command("verify", store, check=0)
 
 
+def test_a_damage_behind_a_refused_trace_has_its_own_position(tmp_path, traces):
+    """A trace whose values exceed float16 is read, and refused after that: it counts once."""
+    data = pickle.dumps([make_trace(0), traces[2], *make_traces(5)[3:]])
+    (tmp_path / "cut.pkl").write_bytes(data[:-100])
+    convert(tmp_path / "cut.pkl", tmp_path / "s.zarr", "--skip-bad")
+    assert tracestore.open(tmp_path / "s.zarr").question_ids == ["q0", "q3"]
+    assert [entry["position"] for entry in read_list(tmp_path / "s.zarr")] == [1, 3]
+
+
 def test_nothing_of_a_file_with_a_wrong_checksum_is_stored(tmp_path):
     data = bytearray(gzip.compress(pickle.dumps(make_traces(6))))
     data[-8] ^= 1

@@ -132,7 +132,7 @@ def test_numbers_keep_all_their_digits():
 
 
 def test_a_stream_is_iterated_once():
-    items = StreamItems(iter([1, 2]), length=2)
+    items = StreamItems(iter([1, 2]))
     assert items.is_stream and list(items) == [1, 2] and list(items) == []
     assert as_array(items) is None
     with pytest.raises(TypeError):

@@ -75,15 +75,12 @@ def described_run(
     groups = [(named, _whole(files, whole, left_out)) for named, files in by_argument]
     paths = [path for _, files in groups for path in files.values()]
     found = find_score_files(arguments, paths, options.scores)
-    owned, has_scores_file = (*found.scores, *found.unread), bool(found.scores)
-    lines = {} if has_scores_file else _lines(options)
-    settings = {"S.padding": "none"} if options.padding == "none" else {}
     kept = [_with_padding(layout, options) for layout in _kept_layouts(folder)]
-    parts = _kept_parts(kept, groups, owned, lines)
+    parts = _kept_parts(kept, groups, found, _lines(options, found))
     of_kept = {path for part in parts for path in part.files.values()}
     groups = [(named, {n: p for n, p in files.items() if p not in of_kept}) for named, files in groups]
     groups = [group for group in groups if group[1]]
-    parts += _found_parts(groups, owned, lines, settings, output, has_scores_file=has_scores_file, is_all=not parts)
+    parts += _found_parts(groups, found, options, output, is_all=not parts)
     run = DescribedRun(parts, {path: k for k, path in enumerate(paths)}, found, finds_layouts=True)
     if not run.sources:
         raise NoSourceError(_NO_FILE.format(arguments[0]))
@@ -118,14 +115,19 @@ def _left_out(layout: Layout, files: Iterable[str]) -> set[str]:
 def _stated_run(layout: Layout, files: Mapping[str, Path], options: ConvertOptions) -> DescribedRun:
     """Return the conversion of files by a stated layout."""
     found = FoundFiles([] if options.scores is None else [Path(options.scores)], [])
-    if not found.scores and (lines := _lines(options)):
+    if lines := _lines(options, found):
         raise UsageError(f"{_flags(lines)} adds lines to built-in layouts; add them to the layout with --field")
     part = Part(layout, files, tuple(found.scores), origin="stated layout")
     return DescribedRun([part], {path: k for k, path in enumerate(files.values())}, found)
 
 
-def _lines(options: ConvertOptions) -> dict[str, str]:
-    """Return the fields of built-in layouts that --id-column and --score-column add, by the keys that hold them."""
+def _lines(options: ConvertOptions, found: FoundFiles) -> dict[str, str]:
+    """Return the fields of built-in layouts that --id-column and --score-column add, by the keys that hold them.
+
+    Next to a scores file, the options name its columns.
+    """
+    if found.scores:
+        return {}
     lines = {} if options.id_column is None else {"question_id": options.id_column}
     if options.score_column is not None:
         direction = options.score_direction or direction_of(options.score_column)
@@ -156,7 +158,7 @@ def _kept_layouts(folder: Path) -> list[Layout]:
 
 
 def _kept_parts(
-    layouts: Sequence[Layout], groups: Sequence[Group], owned: tuple[Path, ...], lines: Mapping[str, str]
+    layouts: Sequence[Layout], groups: Sequence[Group], found: FoundFiles, lines: Mapping[str, str]
 ) -> list[Part]:
     """Return the parts of the files that kept layouts read, the newest first."""
     parts: list[Part] = []
@@ -169,6 +171,7 @@ def _kept_parts(
                 raise UsageError(
                     f"{_flags(lines)}: a layout that the store keeps reads the files; state another layout"
                 )
+            owned = (*found.scores, *found.unread)
             parts += [Part(layout, own, owned, origin="layout that the store keeps")] if own else []
     return parts
 
@@ -178,20 +181,15 @@ class _AllProveError(Exception):
 
 
 def _found_parts(
-    groups: Sequence[Group],
-    owned: Sequence[Path],
-    lines: Mapping[str, str],
-    settings: Mapping[str, Any],
-    output: Output,
-    *,
-    has_scores_file: bool,
-    is_all: bool,
+    groups: Sequence[Group], found: FoundFiles, options: ConvertOptions, output: Output, *, is_all: bool
 ) -> list[Part]:
     """Return the parts of files by built-in layouts, or by those that are proved; print what is proposed.
 
     Where some files prove none, all files may: a table may lie apart from its traces. Lines to paste are for all files,
     as a stated layout is, unless two have one name, or some are of an export or, without `is_all`, of a kept layout.
     """
+    owned, lines, has_scores_file = (*found.scores, *found.unread), _lines(options, found), bool(found.scores)
+    settings = {"S.padding": "none"} if options.padding == "none" else {}
     parts: list[Part] = []
     messages: list[str] = []
 

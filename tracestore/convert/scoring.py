@@ -13,7 +13,7 @@ from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.exports.export_manifest import ExportFacts
-from tracestore.ingest.score_files import ScoreRow, ambiguous_direction, direction_of
+from tracestore.ingest.score_files import COLUMN_OPTIONS, ScoreRow, ambiguous_direction, direction_of
 from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.stored_values import ChangedValues, keys_of, without_row_note
 from tracestore.store.format import schema
@@ -303,9 +303,7 @@ def _read_files(described: DescribedRun, options: ConvertOptions, output: Output
     for path in described.score_files.scores:
         from tracestore.ingest.scores import read_scores  # few conversions have a scores file
 
-        found = read_scores(
-            path, options.score_column, options.group_column, options.score_direction, options.id_column
-        )
+        found = read_scores(path, **{name: getattr(options, name) for name in COLUMN_OPTIONS})
         output.info(f"scores: {path}, column {found.column}, {plural(len({key[0] for key in found.rows}), 'question')}")
         if scores is None:
             scores = found

@@ -20,11 +20,6 @@ from tracestore.words import format_size, plural
 MAX_REFUSED_LINES = 10
 _MAX_NAMES = 8
 _MAX_KEYS = 1000
-# Counts of a source that a conversion adds up under the same name.
-_ADDED = (
-    "num_duplicates", "num_nonfinite", "num_without_embeddings", "num_without_tokens", "num_without_last_state",
-    "num_made_up_ids",
-)  # fmt: skip
 # Lines of the report about traces, by the name of their count.
 _NOTES = {
     "num_label_conflicts": "the label of {} differs from that of its score at 0.5: the label counts; `tracestore lint` "
@@ -53,19 +48,25 @@ def _counts(keys: Mapping[str, int]) -> str:
     return some_of([f"{escape_unprintable(key, 60)} ({count:,})" for key, count in keys.items()], _MAX_NAMES)
 
 
-@dataclass
-class SourceCounts:
-    """Count what a conversion found in one source."""
+@dataclass(kw_only=True)
+class AddedCounts:
+    """Counts of a source that a conversion adds up under the same name."""
 
-    num_bytes: int = 0  # of arrays as in the source
-    num_new: int = 0
     num_duplicates: int = 0
-    num_removing: int = 0  # that lack a value which is stored
     num_nonfinite: int = 0
     num_without_embeddings: int = 0
     num_without_tokens: int = 0
     num_without_last_state: int = 0
     num_made_up_ids: int = 0
+
+
+@dataclass
+class SourceCounts(AddedCounts):
+    """Count what a conversion found in one source."""
+
+    num_bytes: int = 0  # of arrays as in the source
+    num_new: int = 0
+    num_removing: int = 0  # that lack a value which is stored
     rounded_from: str | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     extras: Counter[str] = field(default_factory=Counter)
@@ -116,7 +117,7 @@ class SourceCounts:
 
 
 @dataclass
-class ConvertReport:
+class ConvertReport(AddedCounts):
     """Counts of a conversion; the JSON document of `tracestore convert --json`."""
 
     store: str
@@ -126,13 +127,7 @@ class ConvertReport:
     num_sources_modified: int = 0
     num_traces_read: int = 0
     num_traces_new: int = 0
-    num_duplicates: int = 0
     num_conflicts: int = 0
-    num_nonfinite: int = 0
-    num_without_embeddings: int = 0
-    num_without_tokens: int = 0
-    num_without_last_state: int = 0
-    num_made_up_ids: int = 0
     num_traces_refused: int = 0
     refused_file: str | None = None
     dropped: dict[str, int] = field(default_factory=dict)  # number of traces by key
@@ -160,8 +155,8 @@ class ConvertReport:
         self.num_sources += 1
         self.bytes_in += size
         self.num_traces_read += found.num_new
-        for field_name in _ADDED:
-            setattr(self, field_name, getattr(self, field_name) + getattr(found, field_name))
+        for item in fields(AddedCounts):
+            setattr(self, item.name, getattr(self, item.name) + getattr(found, item.name))
         rounded = {found.rounded_from: 1} if found.rounded_from else {}
         self._add_details(found.dropped, found.extras, rounded)
 

@@ -12,8 +12,9 @@ from tracestore.convert.summary import ConvertReport
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.files.byte_source import map_file
-from tracestore.ingest.files.safetensors import is_locked, stored_tensors
+from tracestore.ingest.files.safetensors import stored_tensors
 from tracestore.store.io.local_folders import local_dir
+from tracestore.store.io.locks import is_locked
 from tracestore.words import plural
 
 POLL_INTERVAL_S = 1.0

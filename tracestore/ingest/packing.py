@@ -65,19 +65,18 @@ def packed_traces(
     on_refused = refused.append if options.skip_bad and refused is not None else None
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
     records = read_traces(source, options.need_attention, scratch=scratch, on_refused=on_refused)
-    num_read = 0
+    num_packed = 0
     with closing(records):  # type: ignore[type-var]
         while True:
             try:
                 record = next(records, None)
             except InvalidInputError as error:
-                if on_refused is None or error.is_whole_source or not (num_read or refused):
+                if on_refused is None or error.is_whole_source or not (num_packed or refused):
                     raise
-                on_refused(error.with_location(position=num_read + len(refused or ())))
+                on_refused(error.with_location(position=num_packed + len(refused or ())))
                 return
             if record is None:
                 return
-            num_read += 1
             hidden_bytes = sum(layer.nbytes for layer in record.hidden or ())
             record.is_borrowed |= any(
                 _is_view(layer, hidden_bytes) for layer in record.hidden or ()
@@ -100,6 +99,7 @@ def packed_traces(
                 on_refused(error)
                 continue
             del record
+            num_packed += 1
             packed.source_bytes = source_bytes
             yield packed
             del packed

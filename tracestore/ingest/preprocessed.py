@@ -6,20 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.errors import InvalidInputError, error_location
+from tracestore.errors import InvalidInputError, OnRefused, error_location
 from tracestore.ingest.execute.values import describe, plain_of
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, Value
-from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.field_values import field_error, label_value
 from tracestore.store.write.record import TraceRecord, question_id_text
+from tracestore.store.write.states import edges_of, layers_of
 
 _GRAPH_ARRAYS = ("x", "edge_index", "edge_attr")
-OnRefused = Callable[[InvalidInputError], None]
+_NUM_AXES = {"sequences": (3,), "x": (2,), "edge_index": (2,), "edge_attr": (1, 2)}
 
 
-def read_preprocessed(path: Path, scratch: Scratch, on_refused: OnRefused | None = None) -> Iterator[TraceRecord]:
+def read_preprocessed(path: Path, scratch: Scratch, on_refused: OnRefused = None) -> Iterator[TraceRecord]:
     """Yield the records of a file of sequences or graphs.
 
     Parameters
@@ -45,9 +45,7 @@ def read_preprocessed(path: Path, scratch: Scratch, on_refused: OnRefused | None
 
 
 def _read_sequences(root: Group) -> Iterator[TraceRecord]:
-    sequences = _floats(root["sequences"], "sequences", 3, "(N, L, D)")
-    if 0 in sequences.shape:
-        raise field_error("sequences", f"shape {sequences.shape}", "(N, L, D) with no axis of length 0")
+    sequences = layers_of(_array(root, "sequences"), "sequences", 2, "(L, D)")
     labels = _column(root, "labels", label_value, len(sequences))
     for position, question_id in enumerate(_column(root, "question_ids", question_id_text, len(sequences))):
         yield TraceRecord(
@@ -55,7 +53,7 @@ def _read_sequences(root: Group) -> Iterator[TraceRecord]:
         )
 
 
-def _read_graphs(root: Group, on_refused: OnRefused | None) -> Iterator[TraceRecord]:
+def _read_graphs(root: Group, on_refused: OnRefused) -> Iterator[TraceRecord]:
     graphs = root["graphs"]
     if not isinstance(graphs, Items) or not graphs.length:
         raise field_error("graphs", describe(graphs), "a list with one list of layers per trace")
@@ -97,15 +95,21 @@ def _graph_record(layers: Value) -> TraceRecord:
         where = f"graphs[{k}]"
         if not isinstance(layer, Group):
             raise field_error(where, describe(layer), "a PyG Data")
-        x, index, weight = (_required(layer, name, f"{where}.") for name in _GRAPH_ARRAYS)
-        hidden.append(_nodes(layer, x, where, hidden))
-        edges.append(_edges(index, weight, where))
+        x, index, weight = (_array(layer, name, f"{where}.") for name in _GRAPH_ARRAYS)
+        hidden.append(x)
+        edges.append((index, weight))
+        if not x.size or x.shape != hidden[0].shape:
+            raise field_error(f"{where}.x", f"shape {x.shape}", "at least one token and column, as many as in layer 0")
+        count = layer.get("num_nodes")
+        if count is not None and (not isinstance(count, int) or count != len(x)):
+            raise field_error(f"{where}.num_nodes", str(count)[:40], str(len(x)))
         for name in layer:
             if name in (*_GRAPH_ARRAYS, "num_nodes"):
                 continue
             if not isinstance(name, str):
                 raise field_error(where, "a key that is not a string", "the fields of a PyG Data")
             extras.setdefault(name, [None] * layers.length)[k] = plain_of(layer[name], Array.read)
+    hidden, edges = layers_of(hidden, "graphs", 2, "(S, D)"), edges_of(edges, len(hidden))
     return TraceRecord(question_id="", hidden=hidden, edges=edges, edges_reversed=None, extras=extras, dropped=[])
 
 
@@ -116,35 +120,8 @@ def _required(group: Group, name: str, where: str = "") -> Value:
     return value
 
 
-def _nodes(layer: Group, value: Value, where: str, before: list[np.ndarray]) -> np.ndarray:
-    """Return the states (S, D) of a layer, which are like those of the layers before."""
-    x = _floats(value, f"{where}.x", 2, "(S, D)")
-    if 0 in x.shape:
-        raise field_error(f"{where}.x", f"shape {x.shape}", "at least one token and one column")
-    first = before[0] if before else x
-    if x.shape != first.shape or x.dtype != first.dtype:
-        raise field_error(f"{where}.x", f"{x.dtype} {x.shape}", f"{first.dtype} {first.shape} as in layer 0")
-    count = layer.get("num_nodes")
-    if count is not None and (not isinstance(count, int) or count != len(x)):
-        raise field_error(f"{where}.num_nodes", str(count)[:40], str(len(x)))
-    return x
-
-
-def _edges(index: Value, weight: Value, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nodes (2, E) and the weights (E,) of edges."""
-    if not isinstance(index, Array) or index.ndim != 2 or index.shape[0] != 2 or "int" not in index.dtype:
-        raise field_error(f"{where}.edge_index", describe(index), "(2, E) integers")
-    if not isinstance(weight, Array) or weight.shape not in ((index.shape[1], 1), (index.shape[1],)):
-        raise field_error(f"{where}.edge_attr", describe(weight), f"({index.shape[1]}, 1)")
-    return index.read(), _floats(weight, f"{where}.edge_attr", weight.ndim, "(E, 1)").reshape(-1)
-
-
-def _floats(value: Value, field: str, ndim: int, text: str) -> np.ndarray:
-    if not isinstance(value, Array) or value.ndim != ndim:
-        raise field_error(field, describe(value), text)
-    array = value.read()
-    try:
-        schema.dtype_name(array.dtype)
-    except ValueError:
-        raise field_error(field, f"dtype {value.dtype}", "float16, float32 or bfloat16") from None
-    return array
+def _array(group: Group, name: str, where: str = "") -> np.ndarray:
+    value = _required(group, name, where)
+    if not isinstance(value, Array) or value.ndim not in _NUM_AXES[name]:
+        raise field_error(f"{where}{name}", describe(value), f"an array of {_NUM_AXES[name][-1]} axes")
+    return value.read()

@@ -28,6 +28,8 @@ from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES, SYNONYMS
 from tracestore.store.vocabulary import direction_of as direction_of_name
 
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
+# Options of commands that choose columns.
+COLUMN_OPTIONS = ("id_column", "score_column", "score_direction", "group_column")
 # Columns of the question ids, by their normalized names; the first one of a table counts.
 _ID_COLUMNS = (ID_COLUMN, *(name.replace(" ", "_") for name in SYNONYMS[ID_COLUMN]))
 _QUESTION_IDS = (ID_COLUMN, "question_ids", "question_idx", "qid", "qids")

@@ -228,31 +228,20 @@ class Scores:
                 raise error.with_location(source=str(other.path)) from None
 
 
-def read_scores(
-    path: Path,
-    score_column: str | None = None,
-    group_column: str | None = None,
-    score_direction: str | None = None,
-    id_column: str | None = None,
-    name: str | None = None,
-) -> Scores:
+def read_scores(path: Path, **chosen: str | None) -> Scores:
     """Read a scores file.
 
     Parameters
     ----------
     path : Path
         A table: CSV, TSV, JSON, JSON Lines, Parquet, .npy or .npz.
-    score_column : str, optional
-        Column of the scores; by default the only one of `store.vocabulary.SCORES`, next to which `label` holds labels.
-    group_column : str, optional
-        Column of the groups; by default GROUP_COLUMN, if the file has it.
-    score_direction : str, optional
-        Meaning of a high score, CORRECT or HALLUCINATION; by default that of the column's
-        name, or of its words.
-    id_column : str, optional
-        Column of the question ids; by default ID_COLUMN, or a usual other name.
-    name : str, optional
-        Name of the score in the store: a column of this name may be meant.
+    **chosen : str or None
+        `score_column`: by default the only one of `store.vocabulary.SCORES`, next to which `label` holds labels.
+        `group_column`: by default GROUP_COLUMN, if the file has it.
+        `score_direction`: meaning of a high score, CORRECT or HALLUCINATION; by default that of the column's name, or
+        of its words.
+        `id_column`: of the question ids; by default ID_COLUMN, or a usual other name.
+        `name`: of the score in the store; a column of this name may be meant.
 
     Returns
     -------
@@ -267,7 +256,7 @@ def read_scores(
     """
     try:
         with read_table(path) as table:
-            scores = _columns(path, table, score_column, group_column, score_direction, id_column, name)
+            scores = _columns(path, table, **chosen)
             header = {*table.header}
             others: dict[str, dict[str, str]] = {name: {} for name in other_id_columns(table.header, scores.id_column)}
             for position, row in enumerate(table.rows):
@@ -283,7 +272,7 @@ def read_scores(
                         scores.questions.setdefault(key, []).append(text)
                 except InvalidInputError as error:
                     raise InvalidInputError(f"row {position}: {error.reason}", field=error.field) from None
-        if id_column is None:
+        if chosen.get("id_column") is None:
             _check_other_ids(scores, others)
         if len(scores.rows) > 1 and len({text for texts in scores.questions.values() for text in texts}) == 1:
             scores.questions.clear()  # the name of a task, or an instruction
@@ -300,11 +289,11 @@ def read_scores(
 def _columns(
     path: Path,
     table: ScoreTable,
-    score_column: str | None,
-    group_column: str | None,
-    score_direction: str | None,
-    id_column: str | None,
-    name: str | None,
+    score_column: str | None = None,
+    group_column: str | None = None,
+    score_direction: str | None = None,
+    id_column: str | None = None,
+    name: str | None = None,
 ) -> Scores:
     """Return the scores of a table that has these columns, without its rows."""
     header = table.header

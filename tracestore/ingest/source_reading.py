@@ -1,9 +1,9 @@
 """Read the traces of a source: each error names the source and the position of the trace."""
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from tracestore.errors import InvalidInputError
+from tracestore.errors import InvalidInputError, OnRefused
 from tracestore.ingest.readers.content import READING, refusal
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.io.scratch import Scratch
@@ -19,7 +19,7 @@ def read_traces(
     need_attention: bool | None = True,
     *,
     scratch: Scratch | None = None,
-    on_refused: Callable[[InvalidInputError], None] | None = None,
+    on_refused: OnRefused = None,
 ) -> Iterator[TraceRecord]:
     """Read the traces of one source in order.
 

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import InvalidInputError
+from tracestore.errors import InvalidInputError, OnRefused
 from tracestore.ingest.exports.export_manifest import ExportedFile
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 << 10
-OnRefused = Callable[[InvalidInputError], None] | None
 
 
 class Described(NamedTuple):

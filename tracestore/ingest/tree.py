@@ -203,8 +203,6 @@ class StreamItems(Items):
     ----------
     items : Iterable
         Values of the tree.
-    length : int, optional
-        Their number, if it is known.
     attributes : Mapping, optional
         The attributes of the items.
     is_lent : bool
@@ -212,14 +210,9 @@ class StreamItems(Items):
     """
 
     def __init__(
-        self,
-        items: Iterable[Value],
-        length: int | None = None,
-        attributes: Mapping[str, Value] = _NO_ATTRIBUTES,
-        *,
-        is_lent: bool = False,
+        self, items: Iterable[Value], attributes: Mapping[str, Value] = _NO_ATTRIBUTES, *, is_lent: bool = False
     ) -> None:
-        self._items, self.length, self.attributes, self.is_lent = iter(items), length, attributes, is_lent
+        self._items, self.attributes, self.is_lent = iter(items), attributes, is_lent
 
     def __iter__(self) -> Iterator[Value]:
         return self._items

@@ -9,19 +9,17 @@ from pathlib import Path
 from tracestore.cli.flags import add_flags, add_store, values
 from tracestore.console import Output, Parser
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
+from tracestore.ingest.score_files import COLUMN_OPTIONS
 from tracestore.ingest.scores import read_scores
 from tracestore.ingest.stored_values import update_scores
 from tracestore.words import plural
-
-# Options that `convert` has too.
-_COLUMNS = ("id_column", "score_column", "score_direction", "group_column")
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     text = "CSV, TSV, JSON, JSON Lines, .npy or .npz file with the columns question_id and a score"
     parser.add_argument("--scores", type=Path, required=True, metavar="FILE", help=text)
-    add_flags(parser, ConvertOptions, *_COLUMNS)
+    add_flags(parser, ConvertOptions, *COLUMN_OPTIONS)
     parser.add_argument("--name", help="name of the score (default: the store's default score)")
     parser.add_argument("--source", metavar="TEXT", help="where the values come from (default: file and column)")
     parser.add_argument("--version", metavar="TEXT", help="version of the source (default: none)")
@@ -34,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Replace the scores and print a summary."""
-    scores = read_scores(args.scores, **values(args, _COLUMNS), name=args.name)
+    scores = read_scores(args.scores, **values(args, COLUMN_OPTIONS), name=args.name)
     output.info(f"scores: {args.scores}, column {scores.column}")
     report = update_scores(
         args.store,

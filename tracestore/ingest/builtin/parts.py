@@ -138,8 +138,8 @@ class Part:
             read = partial(self.execution.read, group)
             described = Described(read, fingerprint, what, tables, may_be_empty=may_be_empty, stated=stated)
             first = next(iter(group.files.values()))[0]
-            # A file of a built-in layout is known by its bytes alone, unless options add to the layout.
-            is_plain = self.builtin is not None and not (self.builtin.lines or self.builtin.settings)
+            # A file of a built-in layout is known by its bytes alone, unless it has tables or options add to the layout.
+            is_plain = self.builtin is not None and not (self.builtin.lines or self.builtin.settings or tables)
             parts = () if is_plain and group.paths == (first.path,) else group.paths
             yield first.path, SourceFile(group.paths[0], group.name, parts=parts, described=described)
 

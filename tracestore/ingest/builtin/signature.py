@@ -171,7 +171,7 @@ class Signature:
     def checked(self, root: Value, name: str) -> Value:
         """Return the root of a file of the built-in layout `name` that is being read; check its first items."""
         if isinstance(root, Items) and root.is_stream and self.at == "[]":
-            return StreamItems(self._checked(root, name), root.length, root.attributes, is_lent=root.is_lent)
+            return StreamItems(self._checked(root, name), root.attributes, is_lent=root.is_lent)
         self._check(self._items(root), name)
         return root
 

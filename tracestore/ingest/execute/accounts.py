@@ -226,23 +226,17 @@ class RunAccount:
         """Return whether a table was joined to a part of the sources, and the others may be a part of its account."""
         return not self.is_read and any(table.is_of_all for table in self.tables)
 
-    def add_source(
-        self,
-        number: int,
-        missing: Mapping[Place, set[MissingRow]],
-        columns: Mapping[Place, Column] | None = None,
-        unused: Sequence[tuple[str, int, str]] = (),
-    ) -> None:
+    def add_source(self, number: int, columns: TraceColumns, account: SourceAccount) -> None:
         """Add what a source lacks in tables, its columns that are in order, and its values without a trace."""
         with self._lock:
             self.num_read += 1
-            for place, column in (columns or {}).items() if self._is_stated else ():
+            for place, column in columns.source.items() if self._is_stated else ():
                 if column.ends and place.position_prefix not in self._prefixes and place.rule.kind != "known":
                     first, last = ((number, end_text(row)) for row in column.ends)
                     self._add_in_order((place.name, place.address.files.text), len(column.used), first, last)
-            for line, count, first_name in unused:
+            for line, count, first_name in account.unused:
                 self._add_unused(line, count, first_name)
-            for place, keys in missing.items():
+            for place, keys in columns.missing.items():
                 self._missing.setdefault(place, set()).update(keys)
 
     def _add_unused(self, line: str, count: int, first: str) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import InvalidInputError, error_location
+from tracestore.errors import InvalidInputError, OnRefused, error_location
 from tracestore.ingest.execute.accounts import RunAccount, SourceAccount
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FileKeys, FoundFile, claim_files, group_files
@@ -75,7 +75,7 @@ class Execution:
         known: Collection[str] = (),
         looks: FirstLooks | None = None,
     ) -> None:
-        self.layout, self.plan, self._has_scores_file, self._known = plan.layout, plan, has_scores_file, known
+        self.layout, self.plan, self._known = plan.layout, plan, known
         self._check = check or (lambda _text, _name, root: root)
         # Lines of a built-in layout may find nothing. The writer tells its repeated ids apart, as those of all other
         # files (--on-conflict).
@@ -85,6 +85,8 @@ class Execution:
         self._claimed = claim_files(self.plan, files, owned, is_stated=self._is_stated)
         self.groups, self.tables = group_files(self.plan, self._claimed)
         self._step = direct_step(self.plan)
+        is_of_schema = self._step is not False and not self._is_stated
+        self._maker = partial(RecordMaker, plan, has_scores_file=has_scores_file, is_of_schema=is_of_schema)
         self._numbers = {group.name: k for k, group in enumerate(self.groups)}
         self._file_keys = FileKeys(self.plan, self.groups)
         self._looks = looks or FirstLooks()
@@ -142,11 +144,7 @@ class Execution:
     # Reading
 
     def read(
-        self,
-        group: FileGroup,
-        need_attention: bool | None,
-        scratch: Scratch,
-        on_refused: Callable[[InvalidInputError], None] | None = None,
+        self, group: FileGroup, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused = None
     ) -> Iterator[TraceRecord]:
         """Yield the records of a source; raise InvalidInputError if an account does not close.
 
@@ -160,16 +158,8 @@ class Execution:
             Called with the error of each trace that is refused. By default it is raised.
         """
         account = SourceAccount(self.plan)
-        maker = RecordMaker(
-            self.plan,
-            group.name,
-            need_attention,
-            has_scores_file=self._has_scores_file,
-            is_of_schema=self._step is not False and not self._is_stated,
-        )
-        is_first = True
         read = self._joined if self._step is False else self._direct
-        for position, make in enumerate(read(group, account, maker, scratch)):
+        for position, make in enumerate(read(group, account, self._maker(group.name, need_attention), scratch)):
             try:
                 record = make(position)
                 if record is None:
@@ -187,12 +177,9 @@ class Execution:
                 continue
             finally:
                 del make
-            if is_first:
-                self.account.shown.add_first(self._numbers[group.name], record, account.answers)
-            self.account.shown.add(record)
+            self.account.shown.add(self._numbers[group.name], record, account.answers)
             if "question_id" not in self.layout.templates:
                 self.account.numbers.check_parts(record.question_id, is_layer=record.num_layers == 1)
-            is_first = False
             yield record
             del record
 
@@ -222,14 +209,15 @@ class Execution:
             with _of_whole_source():
                 account.close(columns)
                 builder.padding.close()
-        self.account.add_source(self._numbers[group.name], columns.missing, columns.source, account.unused)
+        self.account.add_source(self._numbers[group.name], columns, account)
 
     def _direct(self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch) -> Makers:
         """Yield what makes each record of a source whose items hold all fields of their traces."""
         assert not isinstance(self._step, bool)
         (text,) = group.files
         root, step = self._trees[text], self._step
-        on_unclaimed = partial(self.account.refuse_unclaimed, TraceColumns(self.plan))
+        columns = TraceColumns(self.plan)
+        on_unclaimed = partial(self.account.refuse_unclaimed, columns)
         for file in group.files[text]:
             with error_location(file.name), self._open(file.path, scratch) as opened:
                 value = self._check(text, file.name, opened)
@@ -238,7 +226,7 @@ class Execution:
                 for item, bound in walk.items(root, step, value, {**file.bound, "file": file.name}):
                     yield partial(reader.record, item, bound)
                     del item
-        self.account.add_source(self._numbers[group.name], {})
+        self.account.add_source(self._numbers[group.name], columns, account)
 
     def _check_texts(self, trace: TraceCells, record: TraceRecord) -> None:
         """Rule 13b: questions and answers of rows are those of the traces."""

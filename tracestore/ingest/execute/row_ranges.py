@@ -90,12 +90,8 @@ class RowStarts:
 
 def covers(spans: Spans) -> bool:
     """Return whether ranges cover an axis in some order."""
-    position = 0
-    for begin, end in sorted(spans):
-        if begin != position:
-            return False
-        position = end
-    return True
+    ordered = sorted(spans)
+    return [begin for begin, _ in ordered] == [0, *(end for _, end in ordered)][: len(ordered)]
 
 
 def ranges_of(known: dict[str, np.ndarray], total: int) -> Spans:

@@ -33,8 +33,11 @@ class ShownTraces:
         letters = [letter for letter in "LSD" if is_whole and letter in plan.states[0].axes]
         self._equal = {f"{one}{two}" for one, two in itertools.combinations(letters, 2)}
 
-    def add_first(self, number: int, record: TraceRecord, answers: range | None) -> None:
-        """Keep the first trace of a source, with the rows of all answers to its question, if no earlier one has one."""
+    def add(self, number: int, record: TraceRecord, answers: range | None) -> None:
+        """Keep the first trace of a source, with the rows of all answers to its question, if no earlier one has one.
+
+        Compare the sizes of the axes of each trace; axes of size 1 have no order.
+        """
         with self._lock:
             if self._first is None or number < self._first[0]:
                 # Names that count from the end give no number of the model's layer.
@@ -44,9 +47,6 @@ class ShownTraces:
                     rows = some_of(list(map(str, answers)), _MAX_ROWS)
                     more += f", its answers in the rows {rows} of {self._plan.states[-1].address}"
                 self._first = (number, _described(record) + more)
-
-    def add(self, record: TraceRecord) -> None:
-        """Compare the sizes of the axes of a trace; axes of size 1 have no order."""
         for pair in tuple(self._equal):
             layers = record.num_layers + record.is_without_embeddings
             sizes = {"L": layers, "S": record.num_tokens, "D": record.hidden_dim}

@@ -81,15 +81,8 @@ class TraceCells:
     made_id: str | None = None
     answers: range | None = None
 
-    @property
-    def plan(self) -> Plan:
-        """The layout, resolved."""
-        return self.columns.plan
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """The entries of the layout that state a value."""
-        return self.plan.layout.settings
+    def __post_init__(self) -> None:
+        self.plan, self.settings = self.columns.plan, self.columns.plan.layout.settings
 
     @property
     def is_row(self) -> bool:

@@ -78,7 +78,8 @@ def _record(
     exported: ExportedFile, arrays: Arrays, line: Line, position: int, source_name: str, need_attention: bool | None
 ) -> TraceRecord:
     _check_id(exported, arrays, line, position)
-    values, hidden, last = _values(arrays, line), arrays.get("hidden_states"), _last_token(arrays, line)
+    values, hidden = _values(arrays, line), arrays.get("hidden_states")
+    last = as_array(arrays.get("last_token", line.get("last_token")))
     optional = {name: values.pop(name) for name in schema.OPTIONAL_FIELDS if name in values}
     edges = arrays.get("edges") if "edge_ptr" not in arrays else _edges(arrays, line)
     per_token = {name: values.pop(name) for name in values.keys() & _PER_TOKEN} if hidden is None else {}
@@ -133,21 +134,12 @@ def _set_tokens(record: TraceRecord, given: dict[str, Any]) -> None:
         record.tokens_decoded = texts
 
 
-def _last_token(arrays: Arrays, line: Line) -> np.ndarray | None:
-    found = as_array(arrays.get("last_token", line.get("last_token")))
-    if found is not None and found.ndim != 2:
-        raise field_error("last_token", f"shape {found.shape}", "(L, D)")
-    return found
-
-
 def _edges(arrays: Arrays, line: Line) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return indices (2, E) and weights (E,) of each layer, in the direction of the original source."""
     index, weight, ptr = (np.asarray(arrays[name]) for name in ("edge_index", "edge_weight", "edge_ptr"))
     if not index.size:  # an empty list of Parquet has no type
         index = np.empty((0, 2), "<i4")
     index, weight = index.reshape(-1, 2), weight.reshape(-1)
-    if index.dtype.kind not in "iu" or ptr.dtype.kind not in "iu":
-        raise field_error("edge_index", str(index.dtype), "integers")
     steps = np.diff(ptr, prepend=0)
     if ptr.ndim != 1 or not len(ptr) or ptr[0] or (steps < 0).any() or not ptr[-1] == len(index) == len(weight):
         raise field_error("edge_ptr", "other numbers", f"offsets of {len(index)} edges")

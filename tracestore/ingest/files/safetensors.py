@@ -3,9 +3,7 @@
 The library's reader for NumPy has neither bfloat16, which vLLM writes, nor views.
 """
 
-import fcntl
 import math
-import os
 from typing import Any
 
 import numpy as np
@@ -27,23 +25,6 @@ _DTYPES: dict[str, Any] = {
 def is_safetensors(head: bytes, size: int) -> bool:
     """Return whether a file of `size` bytes begins like a .safetensors file."""
     return head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= min(_MAX_HEADER_BYTES, max(2, size))
-
-
-def is_locked(path: str) -> bool:
-    """Return whether another process holds the lock file next to a file that vLLM writes."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False  # a file system without locks
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def stored_tensors(data: MappedFile) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -21,7 +21,7 @@ from tracestore.ingest.propose.meanings import (
     meaning_of,
 )
 from tracestore.ingest.propose.names import words_of
-from tracestore.ingest.propose.orders import Axes, Frame, fitting, shape_of, sizes_of, states_axes, unusual
+from tracestore.ingest.propose.orders import Axes, Frame, extents_of, fitting, states_axes, unusual
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Case, Line
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT
@@ -85,14 +85,13 @@ class Drafter:
             siblings.setdefault((leaf.files, leaf.path[:-1]), set()).update(words_of(leaf.key))
         self.meanings = [meaning_of(leaf, frozenset(siblings[leaf.files, leaf.path[:-1]])) for leaf in leaves]
         self._name_ranges()
-        self._shapes = {m.leaf.place: shape for m in self.meanings if (shape := shape_of(m, self.meanings)) is not None}
         # The only column of 0 and 1 may be a label if no other key is named as one: its meaning is asked.
         unnamed = [
             m for m in self.meanings if not m.field and not m.reason and m.leaf.rank < 2 and may_be_label(m.leaf)
         ]
         if len(unnamed) == 1 and not any(m.verdicts for m in self.meanings):
             ask_label(unnamed[0])
-        self._sizes = {m.leaf.place: sizes for m in self.meanings if (sizes := sizes_of(m, self.meanings))}
+        self._extents = {m.leaf.place: extents_of(m, self.meanings) for m in self.meanings}
         self.places = Places(observation, self.meanings)
 
     def _name_ranges(self) -> None:
@@ -124,8 +123,8 @@ class Drafter:
 
     def _axes(self, states: Meaning, identity: Identity) -> list[Axes]:
         """Return the orders of the axes of the states."""
-        if sizes := self._sizes.get(states.leaf.place):
-            return [tuple(sizes)]
+        if axes := self._extents[states.leaf.place][0]:
+            return [axes]
         leaf, letters = states.leaf, ["L"] if states.field == "last_token" else ["L", "S"]
         if identity.mode == "stack":
             letters = ["N", *letters, *["(N S)"] * any(m.field in RANGES for m in self.meanings)]
@@ -167,13 +166,12 @@ class Drafter:
         """Return the entries for the shape and the dtype of states, what is not proved of them, and the extents."""
         entries: dict[str, Any] = {}
         doubts: list[str] = []
-        shape, sizes = self._shapes.get(states.leaf.place), [*self._sizes.get(states.leaf.place, {}).values()]
-        extents = sizes if shape is None else [shape.leaf]
+        axes, extents = self._extents[states.leaf.place]
         if extents:
             addresses = [self.places.address(one, identity, frame.leaf) for one in extents]
-            entries[f"shape.{name}"] = addresses if sizes else addresses[0]
-        if sizes:
-            order = ", ".join(one.key for one in sizes)
+            entries[f"shape.{name}"] = addresses if axes else addresses[0]
+        if axes:
+            order = ", ".join(one.key for one in extents)
             doubts = [f"{name}: no word says that the axes lie in the order {order}"]
         if states.leaf.kind in "iv" and is_of_bits(states.leaf):
             entries[f"dtype.{name}"] = "bfloat16"

@@ -230,50 +230,37 @@ _WORDS_OF_AXES = {
 }
 
 
-def shape_of(states: Meaning, meanings: Sequence[Meaning]) -> Meaning | None:
-    """Return the list of extents next to flat states, and give the states these axes; None without such a list."""
+def extents_of(states: Meaning, meanings: Sequence[Meaning]) -> tuple[Axes, list[Leaf]]:
+    """Return the list of extents next to flat states, or the axes of numbers that are extents; give the states these axes."""
     leaf = states.leaf
-    if states.field not in STATES or leaf.rank != 1:
-        return None
-    for meaning in meanings:
-        is_beside = meaning.leaf.files == leaf.files and meaning.leaf.path[:-1] == leaf.path[:-1]
-        if is_beside and meaning.leaf.rank == 1 and "shape" in words_of(meaning.leaf.key):
-            pairs = list(zip(leaf.spots, meaning.leaf.spots, strict=False))
-            ranks = {spot.dims for _, spot in pairs}
-            is_shape = all(
-                one.where == spot.where and math.prod(spot.value or ()) == one.dims[0] for one, spot in pairs
-            )
-            if len(ranks) == 1 and is_shape:
-                spots = [replace(one, dims=tuple(spot.value)) for one, spot in pairs]
-                states.leaf = replace(leaf, rank=len(spots[0].dims), spots=spots)
-                return meaning
-    return None
+    is_flat = states.field in STATES and leaf.rank == 1
+    beside = [m.leaf for m in meanings if m.leaf.files == leaf.files and m.leaf.path[:-1] == leaf.path[:-1]]
+    for axes, extents in _possible_extents(beside) if is_flat else ():
+        if spots := _reshaped(leaf, extents):
+            states.leaf = replace(leaf, rank=len(spots[0].dims), spots=spots)
+            for meaning in meanings if axes else ():
+                meaning.field *= meaning.leaf not in extents  # they bind no items
+            return axes, extents
+    return (), []
 
 
-def sizes_of(states: Meaning, meanings: Sequence[Meaning]) -> dict[str, Leaf]:
-    """Return the numbers next to flat states that are their extents, by the axis; give the states these axes."""
-    leaf = states.leaf
-    if states.field not in STATES or leaf.rank != 1:
-        return {}
-    beside = (m.leaf for m in meanings if m.leaf.files == leaf.files and m.leaf.path[:-1] == leaf.path[:-1])
-    numbers = [one for one in beside if not one.rank and one.number_kind == "i"]
+def _possible_extents(leaves: list[Leaf]) -> Iterator[tuple[Axes, list[Leaf]]]:
+    """Yield lists whose names say that they are shapes, then each three numbers whose names say their axes."""
+    yield from (((), [one]) for one in leaves if one.rank == 1 and "shape" in words_of(one.key))
+    numbers = [one for one in leaves if not one.rank and one.number_kind == "i"]
     named = [(a, one) for one in numbers for a, words in _WORDS_OF_AXES.items() if words & {*words_of(one.key)}]
-    for three in itertools.combinations(named, 3):
-        sizes = dict(three)
-        is_named = len({*sizes.values()}) == 3 and [*sizes][2:] == ["D"]
-        if is_named and (spots := _reshaped(leaf, [*sizes.values()])):
-            states.leaf = replace(leaf, rank=3, spots=spots)
-            for meaning in meanings:
-                meaning.field *= meaning.leaf not in sizes.values()  # they bind no items
-            return sizes
-    return {}
+    for sizes in map(dict, itertools.combinations(named, 3)):
+        if len({*sizes.values()}) == 3 and [*sizes][2:] == ["D"]:
+            yield (*sizes,), [*sizes.values()]
 
 
-def _reshaped(leaf: Leaf, sizes: list[Leaf]) -> list[Spot]:
-    """Return the values of a leaf with the extents that numbers next to them say; [] if one has another size."""
+def _reshaped(leaf: Leaf, extents: list[Leaf]) -> list[Spot]:
+    """Return the values of a leaf with the extents that lists or numbers next to them say; [] if one has another size."""
     found = []
-    for spot, *numbers in zip(leaf.spots, *(one.spots for one in sizes), strict=False):
-        shape = tuple(int(number.value) for number in numbers if number.where == spot.where)
-        if len(shape) == len(sizes) and math.prod(shape) == spot.dims[0]:
+    for spot, *others in zip(leaf.spots, *(one.spots for one in extents), strict=False):
+        values = [other.value for other in others if other.where == spot.where and other.value is not None]
+        shape = tuple(n for value in values for n in (value if isinstance(value, list) else [int(value)]))
+        if len(values) == len(extents) and math.prod(shape) == spot.dims[0]:
             found.append(replace(spot, dims=shape))
-    return found if len(found) == len(leaf.spots) else []
+    is_whole = len(found) == len(leaf.spots) and len({len(one.dims) for one in found}) == 1
+    return found if is_whole else []

@@ -46,7 +46,7 @@ def _rows(batches: Iterator[Any], limits: Limits) -> Value:
     opener = RowOpener(limits, _class_names(first.schema))
     metadata = {_text(key): _text(value) for key, value in (first.schema.metadata or {}).items()}
     rows = (row for batch in chain((first,), batches) for row in opener.rows(batch))
-    return StreamItems(rows, None, metadata, is_lent=True)
+    return StreamItems(rows, metadata, is_lent=True)
 
 
 def _class_names(schema: Any) -> dict[str, list[str]]:
@@ -186,6 +186,7 @@ class RowOpener:
         import pyarrow as pa
 
         self._types, self._limits, self._cells, self._class_names = pa.types, limits, 0, class_names
+        self._lists = pa.ListType, pa.LargeListType, pa.FixedSizeListType
         # By classes of scalars, from which others are derived.
         self._readers: dict[type, Callable[[Any], Value]] = {
             pa.Scalar: self._plain,
@@ -291,8 +292,10 @@ class RowOpener:
     def _list(self, values: Any, shape: tuple[int, ...] = ()) -> Value:
         """Return the values of a list as an array if they are numbers, or lists of equally many; else as items."""
         inner, sizes = values, [len(values)]
-        while self._is_list(inner.type) and len(sizes) < _MAX_RANK and len(inner) and not inner.null_count:
-            counts = set(self._counts(inner).tolist())
+        while isinstance(inner.type, self._lists) and len(sizes) < _MAX_RANK and len(inner) and not inner.null_count:
+            # value_lengths() would import pyarrow.compute, a tenth of a second.
+            size = getattr(inner.type, "list_size", None)
+            counts = set(np.diff(inner.offsets.to_numpy()).tolist()) if size is None else {size}
             if len(counts) > 1:
                 break
             sizes += counts
@@ -302,12 +305,3 @@ class RowOpener:
         if is_number and not inner.null_count:
             return NumpyArray(inner.to_numpy(zero_copy_only=False).reshape(shape or sizes), self.charge)
         return ListItems(values, self.value, self.charge)
-
-    def _is_list(self, kind: Any) -> bool:
-        types = self._types
-        return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
-
-    def _counts(self, lists: Any) -> np.ndarray:
-        """Return how many items each list has."""
-        size = getattr(lists.type, "list_size", None)
-        return np.diff(lists.offsets.to_numpy()) if size is None else np.array([size])

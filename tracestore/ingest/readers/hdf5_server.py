@@ -94,38 +94,32 @@ def _plain(value: Any) -> Any:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
-def check_dataset(dataset: Any, name: str) -> None:
+def check_dataset(dataset: Any) -> None:
     """Raise InvalidInputError if reading an array would leave the file or exceed memory."""
     create = dataset.id.get_create_plist()
     if dataset.is_virtual or dataset.external:
-        raise InvalidInputError(
-            "found an array whose values are in other files; copy it into this one with h5repack", field=name[:60]
-        )
+        raise InvalidInputError("found an array whose values are in other files; copy it into this one with h5repack")
     filters = {create.get_filter(k)[0] for k in range(create.get_nfilters())}
     if filters - _FILTERS:
         raise InvalidInputError(
-            f"compressed by filter {min(filters - _FILTERS)}, a plugin that is not loaded; use h5repack -f GZIP=4",
-            field=name[:60],
+            f"compressed by filter {min(filters - _FILTERS)}, a plugin that is not loaded; use h5repack -f GZIP=4"
         )
     if dataset.shape is None:
-        raise InvalidInputError("found an empty array without a shape", field=name[:60])
+        raise InvalidInputError("found an empty array without a shape")
     dtype = dataset.dtype
     if dtype.kind == "O":
         if h5py.check_string_dtype(dtype) is None and h5py.check_vlen_dtype(dtype) is None:
-            raise InvalidInputError("found references to objects, expected numbers or texts", field=name[:60])
+            raise InvalidInputError("found references to objects, expected numbers or texts")
     elif any(map(h5py.check_enum_dtype, (dtype, *(dtype[field] for field in dtype.names or ())))):
-        raise InvalidInputError("found numbers that stand for names, expected numbers or texts", field=name[:60])
+        raise InvalidInputError("found numbers that stand for names, expected numbers or texts")
     else:
-        check_dtype(name[:60], dtype)
+        check_dtype(dataset.name, dtype)
     stored = dataset.id.get_storage_size()
     if math.prod(dataset.shape) * dtype.itemsize > max_inflated(stored):
-        raise InvalidInputError(
-            f"found shape {dataset.shape} in {stored:,} bytes, too many values for them", field=name[:60]
-        )
+        raise InvalidInputError(f"found shape {dataset.shape} in {stored:,} bytes, too many values for them")
     if dataset.chunks is not None and math.prod(dataset.chunks) * dtype.itemsize > _MAX_CHUNK_BYTES:
         raise InvalidInputError(
-            f"found chunks {dataset.chunks}, expected at most {_MAX_CHUNK_BYTES >> 20} MiB each; use h5repack",
-            field=name[:60],
+            f"found chunks {dataset.chunks}, expected at most {_MAX_CHUNK_BYTES >> 20} MiB each; use h5repack"
         )
 
 
@@ -245,15 +239,15 @@ class _Server:
         for name in names:
             child = self._groups.child(group, name)
             if child is not None:
-                entries.append([name, *self._entry(child, name)])
+                entries.append([name, *self._entry(child)])
         return {"entries": entries, "next": begin + len(names) if len(names) == _LIST_ROWS else None}
 
-    def _entry(self, child: Any, name: str) -> tuple[Any, ...]:
+    def _entry(self, child: Any) -> tuple[Any, ...]:
         """Return kind, shape and dtype of an object of a group."""
         if isinstance(child, h5py.Group):
             return ("group",)
         try:
-            check_dataset(child, name)
+            check_dataset(child)
         except InvalidInputError as error:
             return ("refused", error.reason)
         dtype = child.dtype

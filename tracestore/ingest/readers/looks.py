@@ -85,7 +85,7 @@ class RepeatedItems(Items):
 
     def __init__(self, items: Items) -> None:
         self._rest, self.seen = iter(items), list[Value]()
-        self.length, self.attributes, self.is_lent = items.length, items.attributes, items.is_lent
+        self.attributes, self.is_lent = items.attributes, items.is_lent
 
     def __iter__(self) -> Iterator[Value]:
         """Yield the items from the first one on, and keep them."""
@@ -100,7 +100,7 @@ class RepeatedItems(Items):
     def rest(self) -> StreamItems:
         """Return the items from the first one on, of which none is kept."""
         seen = (self.seen.pop(0) for _ in range(len(self.seen)))
-        return StreamItems(chain(seen, self._rest), self.length, self.attributes, is_lent=self.is_lent)
+        return StreamItems(chain(seen, self._rest), self.attributes, is_lent=self.is_lent)
 
 
 def _opened(path: Path) -> _OpenTree:

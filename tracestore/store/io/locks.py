@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tracestore.errors import CorruptStoreError, StoreLockedError
-from tracestore.store.io.fsio import with_filename
+from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
+from tracestore.store.io.fsio import open_regular, with_filename
 
 # Errors of flock() that mean that another process holds the lock.
 _LOCK_HELD_ERRORS = (errno.EWOULDBLOCK, errno.EACCES)
@@ -160,6 +160,13 @@ def try_exclusive(fd: int) -> Iterator[bool]:
         yield lock_error(fd) not in (*_LOCK_HELD_ERRORS, errno.EBADF)
     finally:
         os.close(fd)
+
+
+def is_locked(path: str) -> bool:
+    """Return whether another process holds a lock file, such as the one next to a file that vLLM writes."""
+    with contextlib.suppress(OSError, UsageError), open_regular(Path(path)) as file:
+        return lock_error(file.fileno(), fcntl.LOCK_SH) in _LOCK_HELD_ERRORS
+    return False
 
 
 def lock_error(fd: int, kind: int = fcntl.LOCK_EX) -> int:

@@ -321,7 +321,7 @@ def _numbers(value: Any, name: str, field: schema.OptionalField, num_tokens: int
         raise field_error(name, describe(array), expected)
     low, high = field.fill if field.minimum is None else field.minimum, field.maximum
     least, most = np.fmin.reduce(array, axis=None), np.fmax.reduce(array, axis=None)
-    if least < low or most > high:  # not for NaN: unknown
+    if least.item() < low or most.item() > high:  # not for NaN: unknown
         raise field_error(name, f"values from {least} to {most}", f"{low} to {high}")
     with np.errstate(over="ignore"):
         return np.array(array, dtype, order="C")
