@@ -16,7 +16,9 @@ QUESTIONS = [Question(f"q{k}", f"What is {k}?", ("answer",)) for k in range(10)]
 
 
 def answers_of(text):
-    return lambda asked: [make_trace(int(q.question_id[1:])) | {"generated_answer_clean": text} for q in asked]
+    return lambda asked: [
+        make_trace(int(q.question_id[1:])) | {"generated_answer_clean": text, "question": q.text} for q in asked
+    ]
 
 
 ANSWER = answers_of("answer")
@@ -72,6 +74,17 @@ def test_an_answer_that_another_process_has_committed_first_stays(tmp_path):
     assert len(done) == 3
     with tracestore.open(tmp_path / "run.zarr") as store:
         assert {t.question_id: t.answer for t in store} == {"q0": "a 1", "q1": "a 2", "q2": "a 2"}
+
+
+def test_changed_questions_are_not_those_of_before(tmp_path):
+    """[extract] a question or its accepted answers changed under its id"""
+    changed = [Question("q0", "What is zero?", ("answer",)), Question("q1", "What is 1?", ("one",)), *QUESTIONS[2:]]
+    list(extract_to_store(tmp_path / "s.zarr", QUESTIONS, ANSWER, attention="mean"))
+    with pytest.raises(UsageError, match=r"question 'q0' is .*, not 'What is zero\?'"):
+        list(extract_to_store(tmp_path / "s.zarr", changed, ANSWER, attention="mean"))
+    batches = [plan_batches(questions, 1) for questions in (QUESTIONS, changed)]
+    assert None not in list(extract_to_folder(tmp_path / "f", batches[0], ANSWER))
+    assert list(extract_to_folder(tmp_path / "f", batches[1], ANSWER)) == [True, False, *[None] * 8]
 
 
 @pytest.mark.parametrize("limit", range(1, 11))

@@ -140,7 +140,8 @@ def extract_to_folder(
                     writer.append(trace)
                     text = trace["generated_answer_clean"]
                     values = judge_answer(judges, text, question.answers)
-                    rows.append([question.question_id, question.sample, values, question.template, text])
+                    row = [question.question_id, question.sample, values, question.template, text]
+                    rows.append([*row, question.text, list(question.answers)])
                     yield values[judges[0]] >= _CORRECT_SCORE
                 writer.finish()
                 # Until the file is replaced, its scores are those of no question: a killed run writes both again.
@@ -191,12 +192,25 @@ def extract_to_store(
     ------
     bool or None
         For each question, whether the answer is correct; None if its trace existed before.
+
+    Raises
+    ------
+    UsageError
+        The store cannot be used, or has another question under an id.
     """
     existing: set[tuple[str, int]] = set()
     # A missing store, or one without a commit, is a UsageError here. open_writer() then makes the store, or
     # reports the problem.
+    other: tuple[str, str, str] | None = None
     with suppress(UsageError), open_store(path) as store:
-        existing = {_key(q) for q in questions if store.internals.index.find(*_key(q)) >= 0}
+        for question in questions:
+            if (index := store.internals.index.find(*_key(question))) >= 0:
+                existing.add(_key(question))
+                if (text := store[index].question) not in (None, question.text):
+                    other = other or (question.question_id, text[:60], question.text[:60])
+    if other is not None:
+        where = f"{path}: its question {other[0]!r} is {other[1]!r}, not {other[2]!r}"
+        raise UsageError(f"{where}; give this one another id, or extract into another store")
     began = committed = time.monotonic()
     with open_writer(
         path,
@@ -259,10 +273,11 @@ def _key(question: Question) -> tuple[str, int]:
 def _is_finished(scores: Path, batch: QuestionBatch, judges: Sequence[str]) -> bool:
     """Return whether a file has the traces of a batch, with these scores; with a lower --limit it has more.
 
-    With a higher --limit, or other judges, it has not, and is rewritten.
+    With a higher --limit, other judges, questions or accepted answers, it has not, and is rewritten.
     """
     rows = json.loads(scores.read_text(encoding="utf-8"))[: len(batch.questions)]
-    return [(*row[:2], list(row[2])) for row in rows] == [(*_key(q), list(judges)) for q in batch.questions]
+    wanted = [[*_key(q), list(judges), q.text, list(q.answers)] for q in batch.questions]
+    return [[*row[:2], list(row[2]), *row[5:]] for row in rows] == wanted
 
 
 def _write_rows(path: Path, rows: Sequence[Sequence[Any]]) -> None:
@@ -306,7 +321,7 @@ def _merge_scores(folder: Path) -> None:
     # Files of an earlier run may have other judges: their cells are empty.
     names = list(dict.fromkeys(name for row in rows for name in list(row[2])[1:]))
     table = []
-    for question_id, sample, values, template, answer in rows:
+    for question_id, sample, values, template, answer, *_ in rows:
         score, *_ = values.values()
         table.append([question_id, sample, score, *(values.get(name, "") for name in names), template, answer])
     fsio.write_rows(folder / "scores.csv", ("question_id", "sample", "score", *names, "template", "answer"), table)

@@ -238,6 +238,11 @@ def test_activations_of_geometry_of_truth(tmp_path):
     assert found["s 26"].score == 0 and found["s 27"].score == 1  # label 1 is a true statement
     np.testing.assert_allclose(found["s 26"].last_token[0], files["acts/LLaMA/cities/layer_12_25.pt"][1], atol=2e-3)
 
+    table = tmp_path / "in/datasets/cities.csv"
+    table.write_text(table.read_text().replace("s 26,0", "s 26,1"))
+    found = {trace.question: trace for trace in converted(tmp_path, attention="none").values()}
+    assert found["s 26"].score == 1, "a table of a built-in layout belongs to every file"
+
 
 @pytest.mark.parametrize(
     "changes",
