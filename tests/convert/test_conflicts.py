@@ -1,5 +1,6 @@
 """A key that occurs twice, with the same or different content, and files that change."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -19,7 +20,7 @@ from tests.helpers import (
     write_scores,
 )
 from tracestore.cli import main
-from tracestore.errors import InvalidInputError
+from tracestore.errors import InvalidInputError, MissingFieldError
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write.writer import StoreWriter
 
@@ -525,3 +526,24 @@ def test_groups_of_traces_and_a_scores_file(tmp_path, data, form):
     group()
     write_values(data, form, 1)
     assert group(overwrite=False) == "h"
+
+
+@pytest.mark.parametrize("is_last_token_first", [True, False])
+def test_a_replaced_trace_keeps_no_states_of_the_one_before(tmp_path, is_last_token_first):
+    """[keep-last] last tokens of one trace next to hidden states of another"""
+    torch = pytest.importorskip("torch")
+    last = np.random.default_rng(0).standard_normal((2, 3, 8)).astype("f2")
+    sequences = {"sequences": torch.from_numpy(last), "labels": torch.tensor([1.0, 0.0]), "question_ids": ["q0", "q1"]}
+    write_pickle(tmp_path / "states/t.pkl", make_traces(3))
+    (tmp_path / "last").mkdir()
+    torch.save(sequences, tmp_path / "last/preprocessed_a.pt")
+    for name in ("last", "states")[:: 1 if is_last_token_first else -1]:
+        convert(tmp_path / name, tmp_path / "s.zarr", "--on-conflict", "keep-last")
+    own = [np.stack([layer[-1] for layer in make_traces(3)[k]["hidden_states"]]) for k in range(2)]
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        for k in range(2):
+            np.testing.assert_array_equal(store[k].last_token, own[k] if is_last_token_first else last[k])
+            with contextlib.nullcontext() if is_last_token_first else pytest.raises(MissingFieldError):
+                np.testing.assert_array_equal(store[k].hidden_states[:, -1], store[k].last_token)
+        assert len(store) == 3
+    assert verify_store(tmp_path / "s.zarr").damaged == {}

@@ -148,6 +148,18 @@ def test_labels_scores_and_groups_of_two_writers(tmp_path):
     assert verify_store(path).damaged == {}
 
 
+def test_a_trace_of_two_programs_has_the_values_of_both(tmp_path):
+    trace = make_trace(0)
+    writers = {name: tracestore.create(tmp_path / "s.zarr", append=True) for name in ("one", "two")}
+    for name, writer in writers.items():
+        writer.define_score(name)
+        writer.append(trace, scores={name: 0.25}, group="g" if name == "one" else "")
+    for writer in reversed(writers.values()):
+        writer.close()
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert store[0].scores == {"one": 0.25, "two": 0.25} and store.group(0) == "g" and len(store) == 1
+
+
 def test_a_score_of_the_other_direction_is_refused(tmp_path):
     path = write_store(tmp_path / "s.zarr", make_traces(1))
     with StoreWriter(path) as one, StoreWriter(path) as other:

@@ -11,7 +11,7 @@ from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.read.generation import PinnedGeneration
 from tracestore.store.read.index import SourceEntry, StoreIndex
 from tracestore.store.write.commit import CommitTarget
-from tracestore.store.write.keys import ComparedTrace, KeyResolver, OnConflict
+from tracestore.store.write.keys import ComparedTrace, KeyResolver, OnConflict, groups_of
 from tracestore.store.write.pack import PackedTrace, fit_attributes
 from tracestore.store.write.pending import (
     Entry,
@@ -46,6 +46,8 @@ class Changes:
         Those of the store after the next commit.
     num_added : int
         Number of traces that the commits of this writer have added.
+    joined : dict of TraceValues
+        Scores and groups of added traces that another writer had committed meanwhile, by their keys. They are not stored.
     """
 
     _segment_type = SegmentWriter
@@ -58,6 +60,7 @@ class Changes:
         self._on_conflict: OnConflict = on_conflict
         self._allow_mixed_provenance = allow_mixed_provenance
         self.num_added = 0
+        self.joined: dict[tuple[str, int], TraceValues] = {}
         self._sources: dict[str, list[SourceEntry]] = {}  # those of each path that differ, the newest one last
         self._paths: list[str] = []  # of all sources
         # The first content and values of committed traces that others have replaced.
@@ -269,12 +272,12 @@ class Changes:
         try:
             for entry in source.entries:
                 if isinstance(entry, Entry):
-                    self._accept(entry, *self._resolve(entry.record, entry.trace))
+                    self._repeat_entry(entry)
                 elif self.fits(entry):
                     self._add_block(entry)
                 else:
                     for single in map(Entry.of, entry):
-                        self._accept(single, *self._resolve(single.record, single.trace))
+                        self._repeat_entry(single)
         except InvalidInputError as error:
             self._abort()
             raise error.with_location(source=source.path) from None
@@ -282,6 +285,13 @@ class Changes:
             self._abort()
             raise
         self._list()  # Another writer may have added it.
+
+    def _repeat_entry(self, entry: Entry) -> None:
+        """Resolve the key of a trace again, which another writer may have added meanwhile."""
+        num_conflicts, key = self.keys.num_conflicts, (entry.record.question_id, entry.record.sample)
+        self._accept(entry, *self._resolve(entry.record, entry.trace))
+        if entry.trace is not None and self.keys.num_conflicts == num_conflicts and self.index.find(*key) >= 0:
+            self.joined[key] = entry.given._replace(group=entry.given.group or None)
 
     def _resolve(self, record: TraceRecord | Key, trace: PackedTrace | None) -> tuple[set[int], float]:
         """Return the field groups and the label that the key of a trace gets from it.
@@ -335,7 +345,9 @@ class Changes:
         assert entry.trace is not None
         assert entry.segment is not None
         number = self.manifest.num_sources + len(self._pending.sources) - 1
-        location = location_of(entry.trace, groups, entry.segment.number, entry.row, number)
+        location = location_of(
+            entry.trace, groups & groups_of(entry.trace).keys(), entry.segment.number, entry.row, number
+        )
         source.num_traces += 1
         self.keys.add_location(entry.trace.record, location, groups, entry.given._replace(label=label))
 

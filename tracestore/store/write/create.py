@@ -253,7 +253,8 @@ class TraceWriter:
     def flush(self) -> None:
         """Commit the traces appended so far."""
         self._writer.commit()
-        changed, self._changed = self._changed, {}
+        changed, self._changed = self._writer.joined | self._changed, {}
+        self._writer.joined.clear()
         found = {self._writer.index.find(*key): values for key, values in changed.items()}
         found.pop(-1, None)  # of a refused trace
         self._writer.update_values(found)

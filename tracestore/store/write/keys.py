@@ -100,7 +100,7 @@ class KeyResolver:
         pending.rows.extend(block, source)
 
     def resolve_new(self, trace: PackedTrace) -> set[int]:
-        """Return the field groups of the trace that its key does not have yet.
+        """Return the field groups of the trace that its key does not have yet; all of both if it replaces another one.
 
         Raises
         ------
@@ -108,9 +108,7 @@ class KeyResolver:
             If the key exists with different content and `on_conflict` is "error".
         """
         record, self._kept = trace.record, None
-        provided = {mf.GROUP_GRAPH: trace.graph_crc} if trace.has_states or "hidden_states" in trace.arrays else {}
-        if trace.has_last_token or "last_token" in trace.arrays:
-            provided[mf.GROUP_SEQUENCE] = trace.sequence_crc
+        provided = groups_of(trace)
         stored = self._stored_location(record)
         if stored is None:
             return set(provided)
@@ -146,7 +144,7 @@ class KeyResolver:
             return set()
         # A trace is replaced as a whole: graph, last tokens and values of different traces do not belong together.
         self._kept = self._kept_values(trace, stored)
-        return set(provided)
+        return {*provided, *(group for group, name in enumerate(mf.GROUP_NAMES) if stored[f"{name}_segment"] >= 0)}
 
     def _kept_values(self, trace: PackedTrace, stored: Mapping[str, int]) -> TraceValues:
         """Return the values of a key for a trace that replaces its own one: those of before, if it had this content then.
@@ -356,6 +354,14 @@ class KeyResolver:
             return
         index = self._index.find(*key)
         self._set(pending.updates, index, pending.updates.get(index, TraceValues())._replace(label=label))
+
+
+def groups_of(trace: PackedTrace) -> dict[int, int]:
+    """Return the checksums of the field groups that a trace has."""
+    found = {mf.GROUP_GRAPH: trace.graph_crc} if trace.has_states or "hidden_states" in trace.arrays else {}
+    if trace.has_last_token or "last_token" in trace.arrays:
+        found[mf.GROUP_SEQUENCE] = trace.sequence_crc
+    return found
 
 
 def _fields(record: TraceRecord, extras: str) -> dict[str, Any]:
