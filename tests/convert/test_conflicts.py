@@ -547,3 +547,17 @@ def test_a_replaced_trace_keeps_no_states_of_the_one_before(tmp_path, is_last_to
                 np.testing.assert_array_equal(store[k].hidden_states[:, -1], store[k].last_token)
         assert len(store) == 3
     assert verify_store(tmp_path / "s.zarr").damaged == {}
+
+
+def test_of_two_traces_of_one_row_the_first_is_stored(tmp_path):
+    """[--skip-bad] which of two files was read first"""
+    for k in range(2):
+        states = np.random.default_rng(k).standard_normal((2, 4, 3)).astype("f2")
+        write_pickle(tmp_path / f"data/f{k}.pkl", [{"qid": "q", "hs": states}, {"qid": f"x{k}", "hs": states + 1}])
+    (tmp_path / "data/labels.csv").write_text("qid,ok\nq,1\nx0,0\nx1,1\n")
+    lines = ("hidden_states = *.pkl : [id=qid]/hs -> L S D", "is_correct = labels.csv : [id=qid]/ok")
+    words = [word for line in lines for word in ("--field", line)]
+    for _ in range(8):
+        convert(tmp_path / "data", tmp_path / "s.zarr", *words, "--skip-bad", "--overwrite")
+        with tracestore.open(tmp_path / "s.zarr") as store:
+            assert store["q"].source == ("f0.pkl", 0)

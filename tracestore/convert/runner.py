@@ -404,10 +404,12 @@ class Conversion:
 
     def _streams(self, writer: StoreWriter, pack_options: PackOptions) -> Iterator[TraceStream]:
         """Yield the packed traces of each source, in order."""
+        # Of traces that share a row of a table, --skip-bad keeps the first: one thread reads them in their order.
+        is_one_by_one = self._options.skip_bad and any(source.shared is not None for source in self.sources)
         return read_sources(
             self.sources,
             pack_options,
-            workers=max(_MIN_THREADS, self._options.workers),
+            workers=1 if is_one_by_one else max(_MIN_THREADS, self._options.workers),
             is_known=self._is_known,
             on_wait=self._check_interrupt,
             segments_of=partial(self._segments_of, writer),
