@@ -561,3 +561,21 @@ def test_of_two_traces_of_one_row_the_first_is_stored(tmp_path):
         convert(tmp_path / "data", tmp_path / "s.zarr", *words, "--skip-bad", "--overwrite")
         with tracestore.open(tmp_path / "s.zarr") as store:
             assert store["q"].source == ("f0.pkl", 0)
+
+
+@pytest.mark.parametrize("flags", [(), ("--skip-bad",), ("--on-conflict", "keep-last")])
+def test_traces_of_unchanged_files_get_no_second_id(tmp_path, flags):
+    """[question_id] the line that a note proposes, added to a store of ids made of file names"""
+    for k in range(3):
+        (tmp_path / "d").mkdir(exist_ok=True)
+        np.savez(tmp_path / f"d/q{k}.npz", hs=np.random.default_rng(k).normal(size=(3, 5, 8)).astype("f2"))
+    words = ["--field", "hidden_states = {n}.npz : hs -> L S D"]
+    convert(tmp_path / "d", tmp_path / "s.zarr", *words)
+    words += ["--field", "question_id = ={n}"]
+    done = command(
+        "convert", tmp_path / "d", tmp_path / "s.zarr", *words, *flags, check=0 if "--skip-bad" in flags else 3
+    )
+    assert "the store has this trace under another id; --overwrite" in done.stdout + done.stderr
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 3
+    convert(tmp_path / "d", tmp_path / "s.zarr", *words, "--overwrite")
+    assert list(tracestore.open(tmp_path / "s.zarr").question_ids) == ["q0", "q1", "q2"]

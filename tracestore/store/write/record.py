@@ -54,7 +54,7 @@ class TraceRecord:
     optional : dict[str, Any]
         Fields of schema.OPTIONAL_FIELDS that the source has: arrays, numbers, tuples of numbers, JSON texts.
     edges_reversed : bool or None
-        Whether `edges` run from target to source, as those of the oldest files: None if only they can tell.
+        Whether `edges` run from target to source: None if only they can tell.
     has_own_id : bool
         Whether the source has a `question_id`; otherwise it is derived.
     is_without_embeddings : bool
