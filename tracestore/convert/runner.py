@@ -511,7 +511,7 @@ class Conversion:
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
             if known < 0 and not is_pending and record.position in self._positions:
                 found = "its file is unchanged, and the store has this trace under another id"
-                raise InvalidInputError(f"{found}; --overwrite converts all files anew")
+                raise InvalidInputError(f"{found}; --overwrite converts all files again")
             is_new = writer.append_packed(packed, scores=scores, group=group)
             is_conflict = writer.keys.num_conflicts > conflicts
             # A trace that keep-first leaves out gives no values; one whose label alone differs may still add states.

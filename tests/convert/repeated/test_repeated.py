@@ -206,8 +206,9 @@ def test_other_options_are_not_ignored(data):
         convert(data, data.parent / "s.zarr", *flags, "--on-conflict", "keep-last")
         scores = [t.scores for t in tracestore.open(data.parent / "s.zarr")]
         assert scores == [{"mine": 0}, {"mine": 0.25}, {"mine": 0.5}]
-    convert(data, data.parent / "s.zarr", "--id-column", "own_id")
-    assert tracestore.open(data.parent / "s.zarr").question_ids[3:] == ["m0", "m1", "m2"]
+    convert(data, data.parent / "s.zarr", "--id-column", "own_id", check=3)  # the same traces under other ids
+    convert(data, data.parent / "s.zarr", "--id-column", "own_id", "--overwrite")
+    assert [*tracestore.open(data.parent / "s.zarr").question_ids] == ["m0", "m1", "m2"]
 
 
 def test_the_first_token_is_that_of_files_that_are_not_read(data):

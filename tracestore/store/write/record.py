@@ -330,10 +330,7 @@ def _set_spans(fields: dict[str, Any], extras: dict[str, Any]) -> None:
 
 
 def require_possible(record: TraceRecord) -> None:
-    """Raise InvalidInputError if the record has a value that no trace can have.
-
-    `optional_fields` checks those of schema.OPTIONAL_FIELDS.
-    """
+    """Raise InvalidInputError if the record has a value that no trace can have; `optional_fields` checks the others."""
     if not 0 <= record.sample < 2**31:
         raise field_error("sample", str(record.sample), "an integer from 0 to 2^31 - 1")
     # The high byte of a number below 2^31 is ASCII: faster than a minimum.
