@@ -211,7 +211,7 @@ def test_the_page_names_every_word_of_labels():
 def test_the_plain_pages_name_every_field_with_its_axes():
     for name, rule in FIELDS.items():
         page = ENTRIES if rule.kind == "known" else INPUTS + ENTRIES
-        assert f"`{name}`" in page or f"`{name} = " in page, name
+        assert f"`{name}`" in page or f"`{name} = " in page, f"{name}: add it to docs/fields.md or docs/inputs.md"
     for name in ("generated_mask", "special_mask", "token_label", "top_ids", "top_logprobs"):
         (axes,) = [
             found[1] for found in re.finditer(r"; (S(?: K)?): ((?:`\w+`(?:, )?)+)", ENTRIES) if f"`{name}`" in found[2]

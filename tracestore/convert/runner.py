@@ -69,8 +69,10 @@ def _position(error: InvalidInputError) -> float:
 
 # What to do about a trace that does not fit the store, by the field of the error.
 _ADVICE = {  # by the field of an error
-    "num_layers": "; if the first axis of the states counts tokens, their line of the layout ends with -> S L D",
-    "question_id": " (a line for question_id may add what tells them apart, see --on-conflict for one trace that changed)",
+    "num_layers": "; if the first axis of the states counts tokens, their line of the layout ends with -> S L D; "
+    "where that changed, --overwrite converts all files again",
+    "question_id": " (a line for question_id may add what tells them apart, see --on-conflict for one trace that changed, "
+    "--overwrite after a line that has changed)",
     "labels": " (--on-conflict replaces or keeps the stored one)",
 }
 

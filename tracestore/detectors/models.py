@@ -1,7 +1,10 @@
-"""The three detectors. Each maps a batch of traces to logits of "the answer is a hallucination".
+"""The models of `tracestore train`. Each maps a batch of traces to logits of "the answer is a hallucination".
 
 `ModelConfig` has the options of the architecture; the registry sets those of the edge-free twins and of
 version 0. Sizes: B traces, L layers, D hidden size of the language model, N nodes of all graphs.
+
+A model has `layers_read`, a Standardizer, which is fitted before training, and `forward(inputs, masks)`, which returns
+a DetectorOutput with the logits (B, R) of R readers; it drops by TraceDropout, so that a mask depends on the trace alone.
 """
 
 from collections.abc import Sequence
