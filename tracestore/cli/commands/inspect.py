@@ -41,8 +41,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
         f"built-in layout {builtin.name}, read without a flag{rest}"
         for builtin, own in claims.owned.items()
     ]
-    first = {why: name for name, why in reversed(claims.near.items())}
-    text += [escape_unprintable(f"{name}: {why}") for why, name in first.items()]
+    # The first file of each reason; what it has instead may differ in every file.
+    near = {why.partition(": found ")[0]: f"{name}: {why}" for name, why in reversed(claims.near.items())}
+    text += map(escape_unprintable, near.values())
     found: dict[str, Any] = {"builtin": {b.name: list(own) for b, own in claims.owned.items()}, "near": claims.near}
     if claims.owned and not others:
         found |= {"tree": Proposal(observe(files)).tree(), "layout": None, "candidates": []}
