@@ -80,8 +80,13 @@ def test_an_ambiguous_column_needs_score_direction(tmp_path, source, words):
         into = [source, tmp_path / "t.zarr"] if words == ["convert"] else [tmp_path / "s.zarr", "--name", name]
         return command(*words, *into, "--scores", path, *flags)
 
-    for header, flags in ((["question_id", "label"], []), (["question_id", "mine"], ["--score-column", "mine"])):
-        path = write_csv(tmp_path / "x.csv", header)
+    for file, header, flags in (
+        ("x.csv", ["question_id", "label"], []),
+        ("x.csv", ["question_id", "mine"], ["--score-column", "mine"]),
+        ("hallucination_scores.csv", ["question_id", "score"], []),
+        ("llama-risk-scores.csv", ["question_id", "score"], []),
+    ):
+        path = write_csv(tmp_path / file, header)
         done = run(path, *flags)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--score-direction" in done.stderr
         assert run(path, *flags, "--score-direction", "hallucination").returncode == 0

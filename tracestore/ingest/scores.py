@@ -32,12 +32,13 @@ from tracestore.ingest.score_files import (
     score_name,
 )
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
-from tracestore.store.vocabulary import SYNONYMS, score_of_word
+from tracestore.store.vocabulary import SYNONYMS, is_hallucination, score_of_word
 from tracestore.words import plural
 
 _MIN_LABELS = 10  # fewer may be those of the answers with wrong scores
 # Scores of a detector, and metrics of the words of an answer: 0 and 1 are grades there.
 _METRIC = re.compile(r"(^|_)(em|f1|bleu|bleurt|rouge|meteor|bert|exact|scores?$)|^p_")
+_OF_MISTAKES = frozenset(("risk", "uncertainty", "error", "errors", "wrong"))
 _MAX_SAMPLE = 2**31
 _NO_QUESTION = re.compile(
     r"[-+.\d]*|\W|nan|none|null|n/?a|missing", re.IGNORECASE
@@ -322,9 +323,16 @@ def _columns(
         scores.question_column = column_of(others, "question", *SYNONYMS["question"])
     if score_column is None and normalized(column) != "label":
         scores.label_column = column_of(header, "label")
-    if direction is None and normalized(column) not in WORD_COLUMNS:
+    is_unknown = direction is None and normalized(column) not in WORD_COLUMNS
+    if is_unknown or (score_direction is None and normalized(column) == "score" and _is_of_mistakes(path)):
         raise ambiguous_direction(column, f"{path.name}: ")
     return scores
+
+
+def _is_of_mistakes(path: Path) -> bool:
+    """Return whether the name of a file may make a high `score` that of a mistake: hallucination_scores.csv."""
+    words = normalized(path.stem).split("_")
+    return any(map(is_hallucination, words)) or not _OF_MISTAKES.isdisjoint(words)
 
 
 def _check_other_ids(scores: Scores, others: dict[str, dict[str, str]]) -> None:
