@@ -138,7 +138,8 @@ def frozen_garbage() -> Iterator[None]:
     """Exclude the objects that exist now from garbage collection, and look for garbage rarely: most new ones are kept."""
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(_RARE_COLLECTION, *before[1:])
+    if before[0]:  # else nothing is looked for
+        gc.set_threshold(max(before[0], _RARE_COLLECTION), *before[1:])
     try:
         yield
     finally:

@@ -576,6 +576,23 @@ def test_traces_of_unchanged_files_get_no_second_id(tmp_path, flags):
         "convert", tmp_path / "d", tmp_path / "s.zarr", *words, *flags, check=0 if "--skip-bad" in flags else 3
     )
     assert "the store has this trace under another id; --overwrite" in done.stdout + done.stderr
+    assert ("q0.npz, trace 0: its file" in done.stderr) == (not flags or flags[0] != "--skip-bad")
     assert len(tracestore.open(tmp_path / "s.zarr")) == 3
     convert(tmp_path / "d", tmp_path / "s.zarr", *words, "--overwrite")
     assert list(tracestore.open(tmp_path / "s.zarr").question_ids) == ["q0", "q1", "q2"]
+
+
+def test_a_second_layout_reads_other_traces_of_a_file(tmp_path):
+    """[question_id] the greedy answers of a file after its samples: not the same traces under other ids"""
+    answers = np.random.default_rng(0).standard_normal((4, 3, 2, 4, 8)).astype("f2")
+    write_pickle(
+        tmp_path / "d/a.pkl", [{"id": f"q{k}", "greedy": a[0], "samples": a[1:]} for k, a in enumerate(answers)]
+    )
+    states = {"samples": "K L S D", "greedy": "L S D"}
+    for name, axes in states.items():
+        words = ["--field", f"hidden_states = a.pkl : [id=id]/{name} -> {axes}"]
+        words += ["--field", 'ignore = ["a.pkl : [id=id]/' + ({*states} - {name}).pop() + '"]']
+        words += ["--field", "sample = =9"] if name == "greedy" else []
+        convert(tmp_path / "d", tmp_path / "s.zarr", *words)
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert len(store) == 12 and sorted({trace.sample for trace in store}) == [0, 1, 9]

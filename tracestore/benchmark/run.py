@@ -208,12 +208,10 @@ def _run(
         if shared:
             activity.log(f"{a.name} and {b.name} share {plural(len(shared), 'question')}: transfer is trained on them")
     # Checkpoints are those of the results: earlier ones go with theirs.
-    earlier = output_dir.glob("checkpoints*/*.pt") if options.overwrite else ()
-    replaced = [path for path in earlier if path.stem in registry()]
-    if options.save_detectors or replaced:
-        (output_dir / RESULTS).unlink(missing_ok=True)
-    for path in replaced:
-        path.unlink()
+    folders = ["checkpoints", *(f"checkpoints-{name}" for name in data)] if options.overwrite else []
+    replaced = [path for name in folders for path in (output_dir / name).glob("*.pt") if path.stem in registry()]
+    if options.save_detectors:
+        _remove(output_dir / RESULTS, *replaced)
     results: dict[str, Any] = {"config": _config(options), "stores": {}, "transfer": []}
     scores: dict[str, list[Measured]] = {}
     for name, of_store in data.items():
@@ -227,7 +225,7 @@ def _run(
                 transfer_entry(m, name, other, options.seed) for m in measured if other.name in m.transfer
             ]
     # Where benchmark.json is, the results are complete: earlier ones go first, the new ones come last.
-    (output_dir / RESULTS).unlink(missing_ok=True)
+    _remove(output_dir / RESULTS, *(() if options.save_detectors else replaced))
     for name, measured in scores.items():
         write_scores(output_dir / _scores_file(name, data), data[name], measured)
     write_atomic(output_dir / TABLE, (format_results(results) + "\n").encode())
@@ -260,6 +258,11 @@ def _with_references(names: Sequence[str]) -> list[str]:
         if name in names or is_twin or is_control:
             found.append(name)
     return found
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _run_store(

@@ -432,7 +432,6 @@ class Conversion:
             if known is not None and not equals_but_layers(writer.provenance_of(name), known):
                 self._notes.known(name, "the store has another provenance, which stays; --overwrite replaces it")
             return
-        self._positions = writer.positions_of(name) if writer.has_files(name, size, digest) else frozenset()
         if writer.has_source_named(name):
             report.num_sources_modified += 1
             what = "the file or its time has changed since it was committed"
@@ -458,7 +457,7 @@ class Conversion:
                 self.described.check_layers(record)
             self.scoring.begin_source(stream.source)
             self.described.begin_source(stream.source, writer)
-            self._shared.begin_source(name)
+            self._shared.begin_source(name, is_unchanged=writer.has_files(name, size, digest))
             writer.begin_source(name, size, digest, provenance)
             try:
                 with reading_whole(stream, identity):
@@ -511,9 +510,9 @@ class Conversion:
             if record.layer_ids is not None and record.layer_ids != ids:
                 found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
-            if known < 0 and not is_pending and record.position in self._positions:
+            if known < 0 and not is_pending and self._shared.has_under_another_id(packed):
                 found = "its file is unchanged, and the store has this trace under another id"
-                raise InvalidInputError(f"{found}; --overwrite converts all files again")
+                raise InvalidInputError(f"{found}; --overwrite converts all files again", position=record.position)
             is_new = writer.append_packed(packed, scores=scores, group=group)
             is_conflict = writer.keys.num_conflicts > conflicts
             # A trace that keep-first leaves out gives no values; one whose label alone differs may still add states.
@@ -550,13 +549,7 @@ class Conversion:
         """Add traces that are written: all at once if they are new and fit, or else one after the other."""
         ids = None if provenance is None else provenance.layer_ids
         fits = all(block.facts[kind].record.layer_ids in (None, ids) for kind in np.unique(block.kinds).tolist())
-        if (
-            fits
-            and not self._positions
-            and self._shared.fits(block)
-            and self.scoring.fits(block)
-            and writer.fits(block)
-        ):
+        if fits and self._shared.fits(block) and self.scoring.fits(block) and writer.fits(block):
             self.scoring.add_block(writer, block)
             writer.append_block(block)
             self.described.added_block(block)

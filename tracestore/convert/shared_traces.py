@@ -9,9 +9,12 @@ import numpy as np
 
 from tracestore.convert.described import without_copy_mark
 from tracestore.store.read.batch_sources import NUM_TOKENS
+from tracestore.store.read.index import grouped
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock
+
+_NONE = np.empty(0, np.int64)
 
 
 class UnreadSourceError(Exception):
@@ -41,11 +44,28 @@ class SharedTraces:
         self._source = ""
         self._outdated: set[str] = set()  # the absent sources of traces that the open source has changed
         self._forgotten: set[str] = set()
+        self._is_unchanged = False
+        self._by_source: tuple[object, dict[str, np.ndarray]] = None, {}  # traces of the sources of a path, of an index
 
-    def begin_source(self, name: str) -> None:
-        """Begin a source."""
-        self._source = name
+    def begin_source(self, name: str, *, is_unchanged: bool) -> None:
+        """Begin a source; `is_unchanged`: the store has its files, whose layout or tables may differ."""
+        self._source, self._is_unchanged = name, is_unchanged
         self._outdated.clear()
+
+    def has_under_another_id(self, packed: PackedTrace) -> bool:
+        """Return whether the store has a trace with a new id from the same position of the same files."""
+        if not self._is_unchanged:
+            return False
+        index = self._writer.index
+        if self._by_source[0] is not index:
+            of_source, of_path = dict(grouped(np.asarray(index.read_column("source")))), defaultdict(list)
+            for number, source in enumerate(index.sources()):
+                of_path[source.path].append(of_source.get(number, _NONE))
+            self._by_source = index, {path: np.concatenate(found) for path, found in of_path.items()}
+        own = self._by_source[1].get(self._source, _NONE)
+        positions = index.read_column("source_position")[own]
+        same = own[positions == packed.record.position].tolist()
+        return any(self._writer.keys.has_arrays_of(k, packed) for k in same)
 
     def end_source(self) -> None:
         """Let absent sources of changed traces be read if they return: the newest one of their names is unknown."""
@@ -82,8 +102,9 @@ class SharedTraces:
                 self.check(other)
 
     def fits(self, block: TraceBlock) -> bool:
-        """Return whether check_copy() finds nothing for the traces of a block."""
-        return self._num_traces == 0 or all(next(self._copies(name), None) is None for name in block.ids)
+        """Return whether check_copy() and has_under_another_id() find nothing for the traces of a block."""
+        has_copies = self._num_traces and any(next(self._copies(name), None) is not None for name in block.ids)
+        return not (self._is_unchanged or has_copies)
 
     def _copies(self, question_id: str) -> Iterator[int]:
         """Yield the committed traces whose ids differ from an id by a mark of copies."""

@@ -128,10 +128,9 @@ def _check_store(store: TraceStore, options: TrainOptions) -> ModelConfig:
     if options.has_graph_models:
         config = options.config
         edge_format = model_config.edge_format(store, torch.device(config.device).type)
-        # The constructor checks the values.
         BatchFormat(
             "graph", attention_threshold=config.attention_threshold, top_k=config.top_k, edge_format=edge_format
-        )
+        ).check(store)
     return model_config
 
 
@@ -289,15 +288,19 @@ class _Experiment:
                     )
                     entry["models"][name] = trainer.run()
                     if ranks.is_rank_zero:
+                        self._remove_pages()  # of the results of before
                         self._write_results()
 
-    def _prepare_output_dir(self) -> None:
-        """Write the splits and remove what belongs to an earlier run, unless it is resumed; what is written last goes."""
+    def _remove_pages(self) -> None:
         for name in (PREDICTIONS, REPORT, *PLOTS):
             (self.output_dir / name).unlink(missing_ok=True)
+
+    def _prepare_output_dir(self) -> None:
+        """Write the splits and remove what belongs to an earlier run, unless it is resumed."""
         if self.options.config.resume and self.splits_path.exists():
             return
         folds.remove_run(self.output_dir)
+        self._remove_pages()
         ids = [split.question_ids for split in self.splits]
         write_json(self.splits_path, ids if self.options.is_folded else ids[0])
 

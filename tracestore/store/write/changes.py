@@ -3,8 +3,6 @@
 import math
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from tracestore.errors import InvalidInputError, StoreLockedError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.manifest import Manifest
@@ -181,12 +179,6 @@ class Changes:
         """Return whether the last source of a path has these files: the second half of its fingerprint is that of files."""
         half, found = len(fingerprint) // 2, self._sources.get(path, ())
         return any((source.size, source.fingerprint[half:]) == (size, fingerprint[half:]) for source in found[-1:])
-
-    def positions_of(self, path: str) -> frozenset[int]:
-        """Return the positions of the committed traces that the sources of a path have added."""
-        numbers = [number for number, known in enumerate(self._paths) if known == path]
-        is_own = np.isin(self.index.read_column("source"), numbers)
-        return frozenset(self.index.read_column("source_position")[is_own].tolist())
 
     def has_source_named(self, path: str) -> bool:
         """Return whether a file of this name is committed, whatever its contents."""

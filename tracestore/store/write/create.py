@@ -253,7 +253,10 @@ class TraceWriter:
     def flush(self) -> None:
         """Commit the traces appended so far."""
         self._writer.commit()
-        changed, self._changed = self._writer.joined | self._changed, {}
+        changed, self._changed = self._changed, {}
+        for key, (scores, _, group) in self._writer.joined.items():
+            own = changed.get(key, TraceValues())
+            changed[key] = TraceValues({**scores, **own.scores}, group=own.group or group)
         self._writer.joined.clear()
         found = {self._writer.index.find(*key): values for key, values in changed.items()}
         found.pop(-1, None)  # of a refused trace

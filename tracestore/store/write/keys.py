@@ -212,6 +212,13 @@ class KeyResolver:
             return pending.graph_crc if group == "graph" else pending.sequence_crc
         return self._segment(number).scalar(f"{group}_crc32c", row)
 
+    def has_arrays_of(self, index: int, trace: PackedTrace) -> bool:
+        """Return whether a committed trace has the arrays of another one, of the field groups that both have."""
+        stored = self._index.row(index)._asdict()
+        both = {mf.GROUP_NAMES[group]: crc for group, crc in groups_of(trace).items()}
+        both = {name: crc for name, crc in both.items() if stored[f"{name}_segment"] >= 0}
+        return bool(both) and all(crc == self._stored_crc(stored, name) for name, crc in both.items())
+
     def question_of(self, index: int) -> str | None:
         """Return the question of a committed trace, None if it has none."""
         number, row = self._index.row(index).primary_location
