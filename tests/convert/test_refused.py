@@ -253,5 +253,8 @@ def test_the_advice_about_layers_names_no_other_files(tmp_path):
     error = error_of(
         "convert", tmp_path, tmp_path / "s.zarr", "--field", "hidden_states = {id}.npz : hs -> L S D", code=3
     )
-    assert "q1.npz, trace 0, num_layers: found 3, expected 2" in error and "-> S L D; where that changed, --overwrite" in error
+    assert (
+        "q1.npz, trace 0, num_layers: found 3, expected 2" in error
+        and "-> S L D; where that changed, --overwrite" in error
+    )
     assert ".pkl" not in error
