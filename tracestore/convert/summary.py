@@ -31,7 +31,8 @@ _NOTES = {
     "num_without_last_state": "one token more than hidden states in {}: a model computes no state for the last token "
     "that it generates",
     "num_without_tokens": "no token ids in {}; a line for tokens names them",
-    "num_made_up_ids": "no question_id in {}: file name and position were used; a line for question_id, with --overwrite, names it",
+    "num_made_up_ids": "no question_id in {}: file name and position were used; a line for question_id, with "
+    "--overwrite, names it",
 }
 # Counts of a conversion that are those of the store.
 _TOTALS = (
