@@ -107,9 +107,18 @@ def detectors() -> str:
     return "\n".join(rows)
 
 
+def builtin_layouts() -> str:
+    """Return the table of the built-in layouts, with the files of each."""
+    from tracestore.ingest.builtin.library import builtins
+
+    rows = dict.fromkeys(f"| `{builtin.name}` | {builtin.source['files']} |" for builtin in builtins())
+    return "\n".join(("| layout | files |", "|---|---|", *rows))
+
+
 MADE = {
     "the published detectors": detectors,
     "the help of every command": commands,
     "the table of fields": fields,
     "the names of scores": score_names,
+    "the table of built-in layouts": builtin_layouts,
 }

@@ -17,7 +17,7 @@ from pyarrow import parquet
 import tracestore
 from tests.helpers import ROOT, write_pickle
 from tests.ingest.builtin.checks import check_builtin
-from tracestore.ingest.builtin.library import builtins, parse_builtin
+from tracestore.ingest.builtin.library import parse_builtin
 from tracestore.ingest.layout.fields import FIELDS
 from tracestore.store import vocabulary
 
@@ -61,11 +61,6 @@ def test_the_built_in_layout_of_the_page_is_one():
 
     check_builtin(builtin)
     assert builtin.layout.addresses.keys() == {"hidden_states", "tokens"}
-
-
-def test_the_table_of_built_in_layouts_has_the_files_of_each():
-    rows = list(dict.fromkeys(f"| `{builtin.name}` | {builtin.source['files']} |" for builtin in builtins()))
-    assert re.findall(r"^\| `\w+` \|.*$", BUILTIN_LAYOUT.split("\n## ")[1], re.MULTILINE) == rows
 
 
 def states(*shape):
