@@ -102,6 +102,14 @@ def run(args: argparse.Namespace, output: Output) -> None:
             check_store_destination(args.output)
         else:
             check_output_dir(args.output)
+    if to_store:
+        shard, count = args.shard
+        questions = with_samples(questions[shard::count], args.samples)
+        total = len(questions)
+    else:
+        batches = extraction.plan_batches(with_samples(questions, args.samples), args.traces_per_file, args.shard)
+        total = sum(len(b.questions) for b in batches)
+    output.info(f"{plural(total, 'answer')} of {args.model} -> {args.output}")
     # Imported here, because loading the libraries takes seconds: wrong usage is reported at once.
     with needs("extract"):
         from tracestore.extract.answering import AnswerOptions, answer_questions, provenance_of
@@ -123,9 +131,6 @@ def run(args: argparse.Namespace, output: Output) -> None:
         "allow_mixed_provenance": args.allow_mixed_provenance,
     }
     if to_store:
-        shard, count = args.shard
-        questions = with_samples(questions[shard::count], args.samples)
-        total = len(questions)
         steps = extraction.extract_to_store(
             args.output,
             questions,
@@ -137,10 +142,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             **common,
         )
     else:
-        batches = extraction.plan_batches(with_samples(questions, args.samples), args.traces_per_file, args.shard)
-        total = sum(len(b.questions) for b in batches)
         steps = extraction.extract_to_folder(args.output, batches, answer, **common)
-    output.info(f"{plural(total, 'answer')} of {args.model} -> {args.output}")
     report = extraction.ExtractReport(str(args.output))
     with Progress(output) as progress:
         try:
