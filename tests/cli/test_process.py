@@ -84,7 +84,7 @@ def test_freed_memory_is_used_again_until_memory_runs_out():
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    for size in range(20, 30): torch.ones(size << 18)\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
-        "print(faults() > 5000, faults() < 500)\n"
+        "print(faults() > 5000, min(faults() for _ in range(5)) < 500)\n"  # the system may take pages away
         "process.return_freed_memory()\n"
         "print(faults() > 5000)"
     )
