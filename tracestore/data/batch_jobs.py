@@ -215,10 +215,13 @@ class BatchGatherer:
 
     def job(self, indices: Sequence[int] | np.ndarray) -> BatchJob:
         """Look up the traces of a batch and return its job. Nothing is read yet."""
+        chosen = np.asarray(indices)
+        if chosen.ndim != 1 or (len(chosen) and chosen.dtype.kind not in "iu"):  # a mask is no list of 0 and 1
+            raise UsageError(f"found indices of {chosen.dtype} {chosen.shape}, expected a list of integers")
         try:
-            return self._look_up(np.asarray(indices, np.int64))
+            return self._look_up(chosen.astype(np.int64, copy=False))
         except ValueError as error:  # the core found arrays of the store that do not fit together
-            found = {self.store.internals.origin(index)[0] for index in self.traces(np.asarray(indices)).tolist()}
+            found = {self.store.internals.origin(index)[0] for index in self.traces(chosen).tolist()}
             raise CorruptStoreError(f"{' or '.join(sorted(found))}: {error}") from None
 
     def _look_up(self, indices: np.ndarray) -> BatchJob:

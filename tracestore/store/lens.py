@@ -175,7 +175,7 @@ class Lens:
         Raises
         ------
         UsageError
-            If the shape or the dtype of the states is not valid.
+            If the shape or the dtype of the states is not valid, or ids are no integers.
         IndexError
             If the vocabulary lacks one of the ids.
 
@@ -185,7 +185,9 @@ class Lens:
         """
         states = self._as_float32(hidden) if normalized else self.normalize(hidden)
         flat = states.reshape(-1, self.hidden_dim)
-        chosen = None if ids is None else np.asarray(ids, np.int64).reshape(-1)
+        chosen = None if ids is None else np.asarray(ids).reshape(-1)
+        if chosen is not None and len(chosen) and chosen.dtype.kind not in "iu":
+            raise UsageError(f"found ids of {chosen.dtype}, expected integers")
         if chosen is not None and len(chosen) and not 0 <= chosen.min() <= chosen.max() < self.num_tokens:
             raise IndexError(f"tokens {chosen.min()} to {chosen.max()} of {self.num_tokens}")
         count, step = self.num_tokens if chosen is None else len(chosen), block_rows(self.hidden_dim)
@@ -198,7 +200,7 @@ class Lens:
                 block = np.concatenate([matrix.copy(k, k + 1) for k in chosen[begin:end].tolist()])
             np.matmul(flat, schema.as_float32(block, self.dtype).T, out=out[:, begin:end])
         if self.bias is not None:
-            out += self.bias if chosen is None else self.bias[chosen]
+            out += self.bias if chosen is None else self.bias[chosen.astype(np.int64)]
         return out.reshape(*states.shape[:-1], count)
 
     def arrays(self) -> LensArrays:

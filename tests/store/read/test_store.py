@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import make_traces, read_all, run_cli, write_store
+from tests.helpers import make_trace, make_traces, read_all, run_cli, write_store
 from tracestore.errors import MissingFieldError
 
 
@@ -80,3 +80,14 @@ def test_reading_imports_neither_zarr_nor_torch(store_path):
 def test_an_open_store_prints_nothing_when_the_interpreter_ends(store_path):
     code = "import sys, tracestore; store = tracestore.open(sys.argv[1]); trace = store[0]; import numpy; numpy.keep = store"
     assert run_cli("-c", code, store_path, check=0).stderr == ""
+
+
+def test_the_group_of_a_trace_counts_from_the_end_as_the_traces_do(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr", attention="none") as writer:
+        for k in range(3):
+            writer.append(make_trace(k), group=f"g{k}")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert [store.group(k) for k in range(-3, 3)] == ["g0", "g1", "g2"] * 2
+        for k in (-4, 3):
+            with pytest.raises(IndexError, match=f"trace {k} of 3"):
+                store.group(k)
