@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import tracestore
 from tests.core.oracles import oracle_edges
 from tests.helpers import make_trace, make_traces, write_store
-from tracestore.errors import UsageError
+from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.format import schema
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -176,6 +176,22 @@ def test_stored_edges_were_chosen_before(tmp_path):
         for reader in (tracestore.TraceLoader, tracestore.TraceDataset):
             with pytest.raises(UsageError, match="chosen before"):
                 reader(path, view="graph", **rule)
+
+
+def test_chosen_traces_need_what_the_view_reads(tmp_path):
+    """Also chosen by indices, as the bridge to Lightning does with a subset."""
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(4):
+            whole = make_trace(k)
+            last = np.stack([states[-1] for states in whole["hidden_states"]])
+            writer.append({"question_id": f"q{k}", "last_token": last} if k == 1 else whole)
+    store = tracestore.open(tmp_path / "s.zarr")
+    for options in ({"view": "graph", "as_pyg": False}, {"view": "tokens"}, {"positions": 0}):
+        (some,) = tracestore.TraceLoader(store, indices=[0, 2, 3], shuffle=False, **options)
+        (same,) = tracestore.TraceLoader(store[[0, 2, 3]], shuffle=False, **options)
+        assert torch.equal(some.trace_index, same.trace_index)
+        with pytest.raises(MissingFieldError, match="1 of 2 traces .first: trace 1"):
+            tracestore.TraceLoader(store, indices=[1, 2], **options)
 
 
 def test_a_loader_reads_the_generation_of_its_store(tmp_path):
