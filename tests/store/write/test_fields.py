@@ -275,7 +275,7 @@ def test_a_key_and_an_argument_must_agree(tmp_path):
         ):
             with pytest.raises(InvalidInputError, match=text):
                 writer.append(trace, **argument)
-        with pytest.raises(InvalidInputError, match="expected 0.1 as in the argument"):
+        with pytest.raises(InvalidInputError, match="score: found "):
             writer.append({"hidden_states": states()}, score=0.1, scores={"score": 0.9})
         with pytest.raises(UsageError, match="'other' is not defined"):
             writer.append(trace | {"scores": {"other": 1}})
