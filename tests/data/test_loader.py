@@ -178,6 +178,18 @@ def test_stored_edges_were_chosen_before(tmp_path):
                 reader(path, view="graph", **rule)
 
 
+@pytest.mark.parametrize("options", [{}, {"view": "tokens"}, {"view": "graph", "as_pyg": False}])
+def test_a_dtype_of_a_batch_is_that_of_its_values(store_path, options):
+    """float16 has no index above 2,048 exactly."""
+    batch = next(iter(tracestore.TraceLoader(store_path, **options)))
+    moved = batch.to(torch.bfloat16)
+    for name, tensor in vars(batch).items():
+        if isinstance(tensor, torch.Tensor):
+            dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+            torch.testing.assert_close(getattr(moved, name), tensor.to(dtype), rtol=0, atol=0, equal_nan=True)
+    assert batch.to("cpu", torch.float32).y.dtype == torch.float32
+
+
 def test_chosen_traces_need_what_the_view_reads(tmp_path):
     """Also chosen by indices, as the bridge to Lightning does with a subset."""
     with tracestore.create(tmp_path / "s.zarr") as writer:
