@@ -15,6 +15,7 @@ from tracestore.data.batch_format import BatchFormat
 from tracestore.data.buffers import Allocate, BatchBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code, storage_dtype
+from tracestore.store.indices import checked_indices
 from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.read.batch_sources import batch_files, chunk_keys, graph_sources, sequence_sources
 from tracestore.store.read.chunk_cache import ChunkKey
@@ -215,11 +216,9 @@ class BatchGatherer:
 
     def job(self, indices: Sequence[int] | np.ndarray) -> BatchJob:
         """Look up the traces of a batch and return its job. Nothing is read yet."""
-        chosen = np.asarray(indices)
-        if chosen.ndim != 1 or (len(chosen) and chosen.dtype.kind not in "iu"):  # a mask is no list of 0 and 1
-            raise UsageError(f"found indices of {chosen.dtype} {chosen.shape}, expected a list of integers")
+        chosen = checked_indices(indices)
         try:
-            return self._look_up(chosen.astype(np.int64, copy=False))
+            return self._look_up(chosen)
         except ValueError as error:  # the core found arrays of the store that do not fit together
             found = {self.store.internals.origin(index)[0] for index in self.traces(chosen).tolist()}
             raise CorruptStoreError(f"{' or '.join(sorted(found))}: {error}") from None

@@ -11,6 +11,7 @@ from tracestore.errors import UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.lens_attribute import LensField
 from tracestore.store.format.provenance import Provenance
+from tracestore.store.indices import checked_indices
 from tracestore.words import plural
 
 # Values of the matrix that are converted to float32 at once: 16 MiB.
@@ -185,9 +186,7 @@ class Lens:
         """
         states = self._as_float32(hidden) if normalized else self.normalize(hidden)
         flat = states.reshape(-1, self.hidden_dim)
-        chosen = None if ids is None else np.asarray(ids).reshape(-1)
-        if chosen is not None and len(chosen) and chosen.dtype.kind not in "iu":
-            raise UsageError(f"found ids of {chosen.dtype}, expected integers")
+        chosen = None if ids is None else checked_indices(ids, "ids")
         if chosen is not None and len(chosen) and not 0 <= chosen.min() <= chosen.max() < self.num_tokens:
             raise IndexError(f"tokens {chosen.min()} to {chosen.max()} of {self.num_tokens}")
         count, step = self.num_tokens if chosen is None else len(chosen), block_rows(self.hidden_dim)
@@ -200,7 +199,7 @@ class Lens:
                 block = np.concatenate([matrix.copy(k, k + 1) for k in chosen[begin:end].tolist()])
             np.matmul(flat, schema.as_float32(block, self.dtype).T, out=out[:, begin:end])
         if self.bias is not None:
-            out += self.bias if chosen is None else self.bias[chosen.astype(np.int64)]
+            out += self.bias if chosen is None else self.bias[chosen]
         return out.reshape(*states.shape[:-1], count)
 
     def arrays(self) -> LensArrays:

@@ -8,7 +8,7 @@ import pytest
 
 import tracestore
 from tests.helpers import make_trace, make_traces, read_all, run_cli, write_store
-from tracestore.errors import MissingFieldError
+from tracestore.errors import MissingFieldError, UsageError
 
 
 def test_arrays_are_zero_copy_and_read_only(store_path):
@@ -91,3 +91,12 @@ def test_the_group_of_a_trace_counts_from_the_end_as_the_traces_do(tmp_path):
         for k in (-4, 3):
             with pytest.raises(IndexError, match=f"trace {k} of 3"):
                 store.group(k)
+
+
+def test_ids_are_taken_by_integers_only(store_path):
+    """A mask would give the ids of the first two traces, again and again."""
+    with tracestore.open(store_path) as store:
+        assert store.question_ids.take(np.array([2, 0])) == [store.question_ids[2], store.question_ids[0]]
+        for indices in (store.indices < 2, np.array([1.7])):
+            with pytest.raises(UsageError, match="found indices of"):
+                store.question_ids.take(indices)
