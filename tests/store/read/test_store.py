@@ -100,3 +100,16 @@ def test_ids_are_taken_by_integers_only(store_path):
         for indices in (store.indices < 2, np.array([1.7])):
             with pytest.raises(UsageError, match="found indices of"):
                 store.question_ids.take(indices)
+
+
+def test_scores_and_labels_are_read_only_in_every_store(tmp_path):
+    """A caller that fills missing scores of the returned array would change the labels of all later batches."""
+    for k in range(2):
+        with tracestore.create(tmp_path / "s.zarr", append=True) as writer:
+            writer.append(make_trace(k), score=0.25, label=0, group="g")
+    write_store(tmp_path / "t.zarr", [make_trace(5)], score=1.0)
+    for path in (tmp_path / "s.zarr", tmp_path / "t.zarr", [tmp_path / "s.zarr", tmp_path / "t.zarr"]):
+        with tracestore.open(path) as store:
+            columns = store.internals.columns
+            for values in (store.scores, store.labels, store.named_scores("score"), columns.groups_offsets):
+                assert not values.flags.writeable
