@@ -67,7 +67,7 @@ def open_for_batches(
     batch_format.check(opened, chosen)
     if batch_format.view == "graph" and batch_format.as_pyg:
         layer_graph_class()  # imported now, so that workers forked from this process need not import PyG
-    targets = opened.targets(score_threshold) if targets is None else np.asarray(targets)
+    targets = opened.targets(score_threshold) if targets is None else np.array(targets)
     if targets.shape != (len(opened),):
         raise UsageError(f"found targets of shape {targets.shape}, expected ({len(opened)},): one label for each trace")
     if batch_format.view != "tokens":
