@@ -103,7 +103,7 @@ def test_ids_are_taken_by_integers_only(store_path):
 
 
 def test_scores_and_labels_are_read_only_in_every_store(tmp_path):
-    """A caller that fills missing scores of the returned array would change the labels of all later batches."""
+    """A caller that fills missing scores of the returned array would change the labels and splits of the store."""
     for k in range(2):
         with tracestore.create(tmp_path / "s.zarr", append=True) as writer:
             writer.append(make_trace(k), score=0.25, label=0, group="g")

@@ -105,7 +105,7 @@ def join_columns(parts: list[Columns]) -> Columns:
     scores = {name: np.concatenate([part.score(name) for part in parts]) for name in names}
     labels = np.concatenate([p.labels for p in parts] or [np.zeros(0, "<f8")])
     for values in (*scores.values(), labels, groups, offsets):
-        values.flags.writeable = False  # as those of one part: a caller would change the labels of all later batches
+        values.flags.writeable = False  # as those of one part: a caller would change later labels
     return Columns(scores, labels, groups, offsets)
 
 
