@@ -253,7 +253,7 @@ class BatchGatherer:
         layers = self.batch_format.layer_numbers(self.store)
         # Batches of tokens have tokens of any trace.
         num_ranks = 1 if self.batch_format.view == "tokens" else num_ranks
-        share = 1.0 if layers is None else len(layers) / self.store.num_layers
+        share = 1.0 if layers is None else len(layers) / max(1, self.store.num_layers)
         self.store.internals.announce(chosen, share / num_ranks, is_scattered=is_scattered)
 
     def traces(self, indices: np.ndarray) -> np.ndarray:
