@@ -14,8 +14,8 @@ from tracestore.data.batch import BatchLayout, GraphBatch, SequenceBatch
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.buffers import Allocate, BatchBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.store.format.ragged import checked_indices
 from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code, storage_dtype
-from tracestore.store.indices import checked_indices
 from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.read.batch_sources import batch_files, chunk_keys, graph_sources, sequence_sources
 from tracestore.store.read.chunk_cache import ChunkKey

@@ -11,7 +11,7 @@ from tracestore.errors import UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.lens_attribute import LensField
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.indices import checked_indices
+from tracestore.store.format.ragged import checked_indices
 from tracestore.words import plural
 
 # Values of the matrix that are converted to float32 at once: 16 MiB.

@@ -14,8 +14,8 @@ from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.provenance import Provenance
+from tracestore.store.format.ragged import checked_indices
 from tracestore.store.format.zip_group import ZipGroup
-from tracestore.store.indices import checked_indices
 from tracestore.store.io.files import StoreFiles, reading_committed
 
 T = TypeVar("T")
