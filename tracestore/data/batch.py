@@ -26,7 +26,7 @@ class TensorBatch:
     """Base of batches whose fields are tensors, lists and numbers."""
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Return the batch with `torch.Tensor.to` applied to each tensor; a floating-point dtype leaves integers as they are."""
+        """Return the batch with `torch.Tensor.to` applied to each tensor; a floating-point dtype leaves integers unchanged."""
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             found = tensor.to(*args, **kwargs)
