@@ -84,6 +84,15 @@ def test_optional_fields_and_named_scores_are_shown(tmp_path):
     assert found["scores"] == {"bleurt": 0.25, "judge": 1.0} and found["answer_span"] == [0, 4]
 
 
+def test_an_unknown_or_impossible_token_is_not_drawn_as_the_most_likely_one(tmp_path):
+    for k, value in enumerate((math.nan, -math.inf)):
+        trace = make_trace(0, tokens=4) | {"token_logprob": [value, -1.0, -2.0, -9.0]}
+        path = write_store(tmp_path / f"{k}.zarr", [trace])
+        lines = view(path, "0").stdout.splitlines()
+        drawn = next(lines[n + 1] for n, line in enumerate(lines) if line.startswith("token_logprob"))
+        assert drawn[2:6] == "  @@"
+
+
 def test_every_kind_of_store_can_be_viewed(tmp_path):
     import torch
 

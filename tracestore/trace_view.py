@@ -210,7 +210,9 @@ def _wrapped(name: str, text: str, width: int) -> list[str]:
 
 def _heat_map(values: np.ndarray, width: int, colors: bool) -> list[str]:
     """Return a heat map with two columns per value if they fit, else with the maximum of each block."""
-    values = np.nan_to_num(values.astype("f4"), nan=0.0, posinf=float(np.finfo("f4").max), neginf=0.0)
+    values = values.astype("f4")
+    least = min(values[np.isfinite(values)].tolist(), default=0.0)  # 0 would be the highest log-probability
+    values = np.nan_to_num(values, nan=least, posinf=float(np.finfo("f4").max), neginf=least)
     cells = downsample(downsample(values, _MAX_ROWS, 0), max(1, width - 2), 1)
     low, high = float(cells.min()), float(cells.max())
     levels = np.zeros(cells.shape, int)

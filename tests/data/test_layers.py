@@ -114,3 +114,10 @@ def test_a_trace_that_ends_before_the_position_is_named(tmp_path):
     loader = tracestore.TraceLoader(tmp_path / "s.zarr", positions=2, shuffle="none", num_threads=0)
     with pytest.raises(UsageError, match=r"^trace 1 \(q1\) has 2 tokens and none at position 2"):
         list(loader)
+
+
+def test_a_store_without_traces_has_no_batches(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.set_lens(np.ones((5, 8), "f4"))
+    for layers in (None, 0, [1, -1]):
+        assert list(tracestore.TraceLoader(tmp_path / "s.zarr", layers=layers)) == []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import tracestore
 from tests.core.oracles import oracle_edges
 from tests.helpers import make_trace, make_traces, write_store
-from tracestore.errors import UsageError
+from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.format import schema
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -178,6 +178,34 @@ def test_stored_edges_were_chosen_before(tmp_path):
                 reader(path, view="graph", **rule)
 
 
+@pytest.mark.parametrize("options", [{}, {"view": "tokens"}, {"view": "graph", "as_pyg": False}])
+def test_a_dtype_of_a_batch_is_that_of_its_values(store_path, options):
+    """float16 has no index above 2,048 exactly."""
+    batch = next(iter(tracestore.TraceLoader(store_path, **options)))
+    moved = batch.to(torch.bfloat16)
+    for name, tensor in vars(batch).items():
+        if isinstance(tensor, torch.Tensor):
+            dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+            torch.testing.assert_close(getattr(moved, name), tensor.to(dtype), rtol=0, atol=0, equal_nan=True)
+    assert batch.to("cpu", torch.float32).y.dtype == torch.float32
+
+
+def test_chosen_traces_need_what_the_view_reads(tmp_path):
+    """Also chosen by indices, as the bridge to Lightning does with a subset."""
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(4):
+            whole = make_trace(k)
+            last = np.stack([states[-1] for states in whole["hidden_states"]])
+            writer.append({"question_id": f"q{k}", "last_token": last} if k == 1 else whole)
+    store = tracestore.open(tmp_path / "s.zarr")
+    for options in ({"view": "graph", "as_pyg": False}, {"view": "tokens"}, {"positions": 0}):
+        (some,) = tracestore.TraceLoader(store, indices=[0, 2, 3], shuffle=False, **options)
+        (same,) = tracestore.TraceLoader(store[[0, 2, 3]], shuffle=False, **options)
+        assert torch.equal(some.trace_index, same.trace_index)
+        with pytest.raises(MissingFieldError, match="1 of 2 traces"):
+            tracestore.TraceLoader(store, indices=[1, 2], **options)
+
+
 def test_a_loader_reads_the_generation_of_its_store(tmp_path):
     """A newer generation has other scores and traces than the indices and labels of the store."""
     store = tracestore.open(write_store(tmp_path / "s.zarr", make_traces(4), score=0.9))
@@ -219,6 +247,8 @@ def test_whole_numbers_of_any_type(store_path):
 def test_labels_of_any_array(store_path):
     for targets in ([0, 1] * 6, np.arange(12) % 2, np.arange(12) % 2 == 1, np.arange(12, dtype="f4") % 2):
         loader = tracestore.TraceLoader(store_path, targets=targets, shuffle=False)
+        if isinstance(targets, np.ndarray):
+            targets[:] = 0  # the array of the caller
         assert [y for batch in loader for y in batch.y.tolist()] == [0.0, 1.0] * 6
     for targets in ([0, 1], [[0, 1] * 6], 0):
         with pytest.raises(UsageError, match="found targets of shape"):

@@ -254,7 +254,10 @@ def test_answer_bounds_come_from_the_span_the_mask_or_the_prompt(tmp_path):
         {"prompt_length": 6},
         {},
         {"generated_mask": np.array([0, 1, 1, 0, 1, 1], "u1")},
+        {"answer_span": (2, -1)},  # of which only a part is known
+        {"answer_span": (2, -1), "prompt_length": 3},
     )
-    traces = [t | more for t, more in zip(make_traces(6, tokens=lambda _: 6), fields, strict=True)]
+    traces = [t | more for t, more in zip(make_traces(8, tokens=lambda _: 6), fields, strict=True)]
+    expected = [[2, 4], [3, 5], [4, 6], [5, 6], [0, 6], [4, 6], [0, 6], [3, 6]]
     with open_store(write_store(tmp_path / "s.zarr", traces)) as store:
-        assert answer_bounds(store, range(6)).tolist() == [[2, 4], [3, 5], [4, 6], [5, 6], [0, 6], [4, 6]]
+        assert answer_bounds(store, range(8)).tolist() == expected

@@ -204,14 +204,15 @@ class Recurrent(torch.nn.Module):
         return self.act(self.rnn(self.embedding(tokens))[0]).sum(-1)
 
 
-def test_records_modules_by_name(tmp_path):
+@pytest.mark.parametrize("by_name", [True, False])
+def test_records_modules_by_name(tmp_path, by_name):
     model, ids = Recurrent(), torch.tensor([[3, 4, 5], [6, 7, 0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     with torch.inference_mode():
         embedded = model.embedding(ids)
         states = model.rnn(embedded)[0]
         with capture(model, select=Select(["embedding", "rnn"], heads="none"), dtype=torch.float32) as recorded:
-            model(ids, attention_mask=mask)
+            model(ids, attention_mask=mask) if by_name else model(ids, mask)
             traces = recorded.traces()
         with tracestore.create(tmp_path / "s.zarr", attention="none", dtype="keep") as writer:
             for k, trace in enumerate(traces):

@@ -78,6 +78,9 @@ def test_logits(tmp_path, monkeypatch, norm, codec, dtype):
         for ids in ([VOCABULARY], [-1]):
             with pytest.raises(IndexError):
                 lens.logits(hidden, ids)
+        for ids in ([1.7], np.arange(VOCABULARY) < 2, [True, False], ["1"]):
+            with pytest.raises(UsageError, match="found ids of"):
+                lens.logits(hidden, ids)
         for wrong in (hidden[..., :-1], hidden.astype("i4"), np.float32(1)):
             with pytest.raises(UsageError):
                 lens.logits(wrong)

@@ -26,8 +26,13 @@ class TensorBatch:
     """Base of batches whose fields are tensors, lists and numbers."""
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Return the batch with `torch.Tensor.to` applied to each tensor."""
-        return self._map(lambda tensor: tensor.to(*args, **kwargs))
+        """Return the batch with `torch.Tensor.to` applied to each tensor; a floating-point dtype leaves integers unchanged."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            found = tensor.to(*args, **kwargs)
+            return tensor.to(found.device) if found.is_floating_point() > tensor.is_floating_point() else found
+
+        return self._map(moved)
 
     def pin_memory(self) -> Self:
         """Return the batch in pinned memory. A DataLoader with ``pin_memory=True`` calls this."""

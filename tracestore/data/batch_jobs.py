@@ -14,6 +14,7 @@ from tracestore.data.batch import BatchLayout, GraphBatch, SequenceBatch
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.buffers import Allocate, BatchBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.store.format.ragged import checked_indices
 from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code, storage_dtype
 from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.read.batch_sources import batch_files, chunk_keys, graph_sources, sequence_sources
@@ -215,10 +216,11 @@ class BatchGatherer:
 
     def job(self, indices: Sequence[int] | np.ndarray) -> BatchJob:
         """Look up the traces of a batch and return its job. Nothing is read yet."""
+        chosen = checked_indices(indices)
         try:
-            return self._look_up(np.asarray(indices, np.int64))
+            return self._look_up(chosen)
         except ValueError as error:  # the core found arrays of the store that do not fit together
-            found = {self.store.internals.origin(index)[0] for index in self.traces(np.asarray(indices)).tolist()}
+            found = {self.store.internals.origin(index)[0] for index in self.traces(chosen).tolist()}
             raise CorruptStoreError(f"{' or '.join(sorted(found))}: {error}") from None
 
     def _look_up(self, indices: np.ndarray) -> BatchJob:
@@ -251,7 +253,7 @@ class BatchGatherer:
         layers = self.batch_format.layer_numbers(self.store)
         # Batches of tokens have tokens of any trace.
         num_ranks = 1 if self.batch_format.view == "tokens" else num_ranks
-        share = 1.0 if layers is None else len(layers) / self.store.num_layers
+        share = 1.0 if layers is None else len(layers) / max(1, self.store.num_layers)
         self.store.internals.announce(chosen, share / num_ranks, is_scattered=is_scattered)
 
     def traces(self, indices: np.ndarray) -> np.ndarray:

@@ -58,16 +58,16 @@ def open_for_batches(
     if subset is not None and indices is not None:
         raise UsageError("found a subset and indices, expected one of them: select from the subset, subset[...]")
     opened = whole.reopen() if isinstance(whole, TraceStore) else open_store(whole)
-    batch_format.check(opened, subset)
-    if batch_format.view == "graph" and batch_format.as_pyg:
-        layer_graph_class()  # imported now, so that workers forked from this process need not import PyG
     chosen = subset
     if indices is not None:
         try:
             chosen = opened.select(indices).indices
         except (IndexError, KeyError, TypeError) as error:
             raise UsageError(f"indices: {error}") from None
-    targets = opened.targets(score_threshold) if targets is None else np.asarray(targets)
+    batch_format.check(opened, chosen)
+    if batch_format.view == "graph" and batch_format.as_pyg:
+        layer_graph_class()  # imported now, so that workers forked from this process need not import PyG
+    targets = opened.targets(score_threshold) if targets is None else np.array(targets)
     if targets.shape != (len(opened),):
         raise UsageError(f"found targets of shape {targets.shape}, expected ({len(opened)},): one label for each trace")
     if batch_format.view != "tokens":

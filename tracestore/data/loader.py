@@ -98,7 +98,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
         with the largest attention. Replaces the threshold.
     edge_format : {"coo", "packed", "heads"}
         "coo": `edge_index` and `edge_attr`. "packed": the causal triangles of head-averaged
-        `attention`. "heads": those of each stored head.
+        `attention`. "heads": those of each stored head. Triangles have every pair, also those that are
+        no edges by `attention_threshold`; with `top_k` the other pairs are NaN.
     edge_masks : EdgeMasks, optional
         Edge format "packed" without PyG: set masked pairs to NaN, and count the edges into each node.
     dtype : str, optional

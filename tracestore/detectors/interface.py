@@ -14,7 +14,8 @@ from tracestore.store.read.trace import Trace
 
 
 def _has_answer(trace: Trace) -> bool:
-    return bool(trace.answer_span or trace.generated_mask is not None or trace.prompt_length is not None)
+    known = min(trace.answer_span or (-1, -1)) >= 0
+    return known or trace.generated_mask is not None or trace.prompt_length is not None
 
 
 def _lacks_optional(name: str) -> Callable[[TraceStore, list[Trace]], bool]:

@@ -17,7 +17,7 @@ _CHUNK_VALUES = 4 << 20
 
 
 def auroc(y: np.ndarray, score: np.ndarray) -> float:
-    """Return the area under the ROC curve, NaN where only one class is present.
+    """Return the area under the ROC curve, NaN where only one class is present or a score is NaN.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def auroc(y: np.ndarray, score: np.ndarray) -> float:
     score : np.ndarray
         ``(n,)``, higher for class 1.
     """
-    if not 0 < y.sum() < len(y):
+    if not 0 < y.sum() < len(y) or np.isnan(score).any():  # NaN would be sorted behind the highest score
         return float("nan")
     return float(RankMetrics(y, score).weighted(np.ones((1, len(y))))[0, 0])
 

@@ -1,5 +1,6 @@
 """Record the hidden states and attention of a model while your own code runs it."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -316,11 +317,11 @@ def capture(model: nn.Module, *, select: Select = EVERYTHING, dtype: torch.dtype
         requested[:] = [kwargs]
         return args, kwargs | wanted
 
-    def after(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+    def after(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         if getattr(output, "hidden_states", None) is None:
             raise UsageError(f"{type(model).__name__} returns no hidden states; expected a Hugging Face model")
         attentions = getattr(output, "attentions", None)
-        states._add(output.hidden_states[1:], attentions, *_inputs(args, kwargs, output))
+        states._add(output.hidden_states[1:], attentions, *_inputs(model, args, kwargs, output))
         # Remove the outputs that only the hook requested.
         extra = {
             name
@@ -353,12 +354,12 @@ def _module_hooks(model: nn.Module, states: Capture, names: Sequence[str]) -> It
             raise UsageError(f"layers: the output of {name} is no tensor (B, S, D)")
         outputs[name] = output.detach().clone()  # later modules may change it in place
 
-    def after(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    def after(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         missing = [name for name in names if name not in outputs]
         if missing:
             raise UsageError(f"layers: {missing[0]} was not called in a forward pass")
         hidden = [outputs.pop(name) for name in names]
-        states._add(hidden, None, *_inputs(args, kwargs, output))
+        states._add(hidden, None, *_inputs(model, args, kwargs, output))
 
     with ExitStack() as handles:
         for name in names:
@@ -369,7 +370,7 @@ def _module_hooks(model: nn.Module, states: Capture, names: Sequence[str]) -> It
 
 
 def _inputs(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int | None]:
     """Return token ids, attention mask and number of cached tokens of a forward pass."""
     tokens = args[0] if args else kwargs.get("input_ids")
@@ -377,4 +378,5 @@ def _inputs(
         tokens = None
     # Transformers named it past_key_values until 5.23.
     cache = getattr(output, "cache" if hasattr(output, "cache") else "past_key_values", None)
-    return tokens, kwargs.get("attention_mask"), None if cache is None else int(cache.get_seq_length())
+    given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | dict(kwargs)
+    return tokens, given.get("attention_mask"), None if cache is None else int(cache.get_seq_length())

@@ -11,6 +11,7 @@ from tracestore.errors import UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.lens_attribute import LensField
 from tracestore.store.format.provenance import Provenance
+from tracestore.store.format.ragged import checked_indices
 from tracestore.words import plural
 
 # Values of the matrix that are converted to float32 at once: 16 MiB.
@@ -175,7 +176,7 @@ class Lens:
         Raises
         ------
         UsageError
-            If the shape or the dtype of the states is not valid.
+            If the shape or the dtype of the states is not valid, or ids are no integers.
         IndexError
             If the vocabulary lacks one of the ids.
 
@@ -185,7 +186,7 @@ class Lens:
         """
         states = self._as_float32(hidden) if normalized else self.normalize(hidden)
         flat = states.reshape(-1, self.hidden_dim)
-        chosen = None if ids is None else np.asarray(ids, np.int64).reshape(-1)
+        chosen = None if ids is None else checked_indices(ids, "ids")
         if chosen is not None and len(chosen) and not 0 <= chosen.min() <= chosen.max() < self.num_tokens:
             raise IndexError(f"tokens {chosen.min()} to {chosen.max()} of {self.num_tokens}")
         count, step = self.num_tokens if chosen is None else len(chosen), block_rows(self.hidden_dim)

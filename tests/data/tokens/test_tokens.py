@@ -114,6 +114,16 @@ def test_batches_name_the_trace_position_layer_label_and_score(variant):
         loader.gather([int(store.num_tokens.sum())])
 
 
+@pytest.mark.parametrize("view", ["sequence", "tokens"])
+def test_a_batch_is_gathered_by_integers_only(variant, view):
+    """A mask would be the batch of the first two traces, again and again."""
+    loader = tracestore.TraceLoader(variant[0], view)
+    for indices in (np.arange(11) < 2, [True, False], [1.7], ["q1"], [[0, 1]], 3):
+        with pytest.raises(UsageError, match="found indices of"):
+            loader.gather(indices)
+    assert len(loader.gather([])) == 0 and loader.gather(torch.tensor([2, 1])).trace_index.shape == (2,)
+
+
 @pytest.fixture
 def store(tmp_path):
     """A store of 23 traces of 1 to 9 tokens in several segments."""

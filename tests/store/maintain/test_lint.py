@@ -116,6 +116,18 @@ def test_a_trace_with_nan_in_several_arrays_is_counted_once(tmp_path):
     assert found["large_weight"] == "1 attention weights above 1, the largest 1.5"
 
 
+def test_a_last_token_of_its_own_is_checked(tmp_path):
+    """Batches of view "sequence" have it, not that of the hidden states."""
+    trace = softmax_trace(0)
+    last = np.stack([states[-1] for states in trace["hidden_states"]])
+    last[1, 2], last[0, 0] = np.nan, np.inf
+    report = lint_store(store_of(tmp_path / "s.zarr", [trace | {"last_token": last}, softmax_trace(1)]))
+    assert report.counts == {"nan": 1, "infinite": 1}
+    assert {f.kind: f.found.partition(" values of ")[2] for f in report.findings} == dict.fromkeys(
+        ("nan", "infinite"), "last_token"
+    )
+
+
 @pytest.mark.parametrize("direction", ["correct", "hallucination"])
 def test_labels_that_differ_from_their_scores_are_listed(tmp_path, direction):
     labels = [0.0, 1.0, None, 0.0, 1.0] * 4

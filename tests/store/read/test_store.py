@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import make_traces, read_all, run_cli, write_store
-from tracestore.errors import MissingFieldError
+from tests.helpers import make_trace, make_traces, read_all, run_cli, write_store
+from tracestore.errors import MissingFieldError, UsageError
 
 
 def test_arrays_are_zero_copy_and_read_only(store_path):
@@ -80,3 +80,36 @@ def test_reading_imports_neither_zarr_nor_torch(store_path):
 def test_an_open_store_prints_nothing_when_the_interpreter_ends(store_path):
     code = "import sys, tracestore; store = tracestore.open(sys.argv[1]); trace = store[0]; import numpy; numpy.keep = store"
     assert run_cli("-c", code, store_path, check=0).stderr == ""
+
+
+def test_the_group_of_a_trace_counts_from_the_end_as_the_traces_do(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr", attention="none") as writer:
+        for k in range(3):
+            writer.append(make_trace(k), group=f"g{k}")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert [store.group(k) for k in range(-3, 3)] == ["g0", "g1", "g2"] * 2
+        for k in (-4, 3):
+            with pytest.raises(IndexError, match=f"trace {k} of 3"):
+                store.group(k)
+
+
+def test_ids_are_taken_by_integers_only(store_path):
+    """A mask would give the ids of the first two traces, again and again."""
+    with tracestore.open(store_path) as store:
+        assert store.question_ids.take(np.array([2, 0])) == [store.question_ids[2], store.question_ids[0]]
+        for indices in (store.indices < 2, np.array([1.7])):
+            with pytest.raises(UsageError, match="found indices of"):
+                store.question_ids.take(indices)
+
+
+def test_scores_and_labels_are_read_only_in_every_store(tmp_path):
+    """A caller that fills missing scores of the returned array would change the labels and splits of the store."""
+    for k in range(2):
+        with tracestore.create(tmp_path / "s.zarr", append=True) as writer:
+            writer.append(make_trace(k), score=0.25, label=0, group="g")
+    write_store(tmp_path / "t.zarr", [make_trace(5)], score=1.0)
+    for path in (tmp_path / "s.zarr", tmp_path / "t.zarr", [tmp_path / "s.zarr", tmp_path / "t.zarr"]):
+        with tracestore.open(path) as store:
+            columns = store.internals.columns
+            for values in (store.scores, store.labels, store.named_scores("score"), columns.groups_offsets):
+                assert not values.flags.writeable

@@ -184,7 +184,7 @@ def test_filter_refuses_conditions_without_a_meaning(store):
         ("score", ["0.3", ["0.3"], math.nan, {0.3, None}, np.array([np.nan]), np.datetime64(3, "s")]),
         ("y", ["1", "hallucinated", [None], math.nan]),
         ("has_nonfinite", ["False", "no", [None]]),
-        ("question_id", [3, [3, 5], b"q3", math.nan, Path("q3"), ["q3", None], {3.0}, np.array([3]), True]),
+        ("question_id", [3, [3, 5], b"q3", math.nan, Path("q3"), ["q3", None], ["q3", 4], {3.0}, np.array([3]), True]),
         ("group", [0, math.nan, ["g", None]]),
         ("source", [Path("append-0000000000"), 0]),
     ],

@@ -112,3 +112,15 @@ def test_what_is_no_array_is_no_tensor(full):
         full.to_torch(dtype="float64")
     with pytest.raises(KeyError, match="nowhere"):
         full.to_torch("nowhere")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_that_the_store_lacks_is_refused(tmp_path, case):
+    """It would be a layer of the trace before or behind this one."""
+    store = tracestore.open(make_store(tmp_path / "s.zarr", **CASES[case]))
+    count = store.num_layers
+    for layer in range(-count, count):
+        assert np.array_equal(store[3].attention_layer(layer), store[3].attention[layer])
+    for layer in (-count - 1, count):
+        with pytest.raises(UsageError, match=f"found layer {layer}, expected -{count} to {count - 1}"):
+            store[3].attention_layer(layer)

@@ -269,11 +269,14 @@ def test_a_key_and_an_argument_must_agree(tmp_path):
             ({"score": 0.25}, "score: found 0.5 in the trace"),
             ({"group": "b"}, "group: found 'a' in the trace, expected 'b'"),
             ({"scores": {"judge": 1}}, "judge: found 2.0 in the trace"),
+            ({"score": 0.5, "scores": {"score": 0.9}}, "score: found 0.5 in the trace, expected 0.9"),
             ({"label": 0.3}, "label: found 0.3, expected 1 for a hallucinated answer"),
             ({"scores": {"judge": float("inf")}}, "judge: found inf"),
         ):
             with pytest.raises(InvalidInputError, match=text):
                 writer.append(trace, **argument)
+        with pytest.raises(InvalidInputError, match="score: found "):
+            writer.append({"hidden_states": states()}, score=0.1, scores={"score": 0.9})
         with pytest.raises(UsageError, match="'other' is not defined"):
             writer.append(trace | {"scores": {"other": 1}})
         writer.append(trace | {"question_id": "a"}, label=1, score=0.5, group="a", scores={"judge": 2})

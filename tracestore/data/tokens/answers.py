@@ -92,7 +92,6 @@ def answer_bounds(store: TraceStore, indices: Iterable[int]) -> np.ndarray:
 
 
 def _bounds(trace: Trace) -> tuple[int, int]:
-    given = (trace.answer_span, trace.generated_mask, trace.prompt_length)
-    length = trace.num_tokens
-    rest = (0 if all(value is None for value in given) else length - 1, length)
-    return answer_span(trace, length) or rest
+    length, span = trace.num_tokens, trace.answer_span or (-1, -1)
+    is_unknown = min(span) < 0 and trace.generated_mask is None and trace.prompt_length is None
+    return answer_span(trace, length) or (0 if is_unknown else length - 1, length)

@@ -1,10 +1,12 @@
-"""Ragged arrays: strings as UTF-8 bytes plus offsets (int64, length N + 1, from 0, non-decreasing)."""
+"""Ragged arrays: strings as UTF-8 bytes plus offsets (int64, length N + 1, from 0, non-decreasing); numbers of items."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+
+from tracestore.errors import UsageError
 
 
 def encode_strings(strings: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -66,3 +68,14 @@ def without_surrogates(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     return [without_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def checked_indices(values: Sequence[int] | np.ndarray, name: str = "indices") -> np.ndarray:
+    """Return integers as a contiguous array (n,) int64.
+
+    UsageError for other values, which numpy would convert: a mask is no list of zeros and ones.
+    """
+    found = np.asarray(values)
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
+        raise UsageError(f"found {name} of {found.dtype} and shape {found.shape}, expected a list of integers")
+    return np.ascontiguousarray(found, np.int64)

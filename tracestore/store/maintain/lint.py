@@ -164,8 +164,10 @@ class _Linter:
             self.report.add("not_causal", trace, f"{plural(later, 'edge')} from tokens that come later")
 
     def trace(self, trace: Trace) -> None:
-        # A last token is one of the hidden states where there are any.
-        self.hidden(trace, "hidden_states" if trace.num_tokens else "last_token")
+        if trace.num_tokens:
+            self.hidden(trace, "hidden_states")
+        if not any(self.nonfinite.values()):  # the last token of these states, or one of its own
+            self.hidden(trace, "last_token")
         if trace.attention_layout is not None:
             self.attention(trace)
         for kind, found in self.nonfinite.items():

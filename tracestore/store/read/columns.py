@@ -97,13 +97,15 @@ class Columns:
 
 
 def join_columns(parts: list[Columns]) -> Columns:
-    """Concatenate columns."""
+    """Concatenate columns; the arrays are read-only."""
     if len(parts) == 1:
         return parts[0]
     groups, offsets = concatenate_ragged([(p.groups, p.groups_offsets) for p in parts])
     names = {name for part in parts for name in part.scores}
     scores = {name: np.concatenate([part.score(name) for part in parts]) for name in names}
     labels = np.concatenate([p.labels for p in parts] or [np.zeros(0, "<f8")])
+    for values in (*scores.values(), labels, groups, offsets):
+        values.flags.writeable = False  # as those of one part: a caller would change later labels
     return Columns(scores, labels, groups, offsets)
 
 

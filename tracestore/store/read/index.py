@@ -14,6 +14,7 @@ from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.provenance import Provenance
+from tracestore.store.format.ragged import checked_indices
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles, reading_committed
 
@@ -220,7 +221,7 @@ class StoreIndex:
 
     def _look_up(self, look_up: Callable[[np.ndarray], T], indices: np.ndarray) -> T:
         """Look some traces up. CorruptStoreError names the index that is damaged."""
-        indices = np.ascontiguousarray(indices, np.int64)
+        indices = checked_indices(indices)
         try:
             return look_up(indices)
         except ValueError:

@@ -161,6 +161,12 @@ class StoreInternals:
         """Return the score threshold, chosen or the default one; UsageError if that does not fit the scores."""
         return threshold_or_default(chosen, self.scores, self.columns.labels, str(self.files.location))
 
+    def layer_number(self, layer: int) -> int:
+        """Return a layer counted from the first; a negative one counts from the last. UsageError if there is none."""
+        if not -self.num_layers <= layer < self.num_layers:
+            raise UsageError(f"found layer {layer}, expected {-self.num_layers} to {self.num_layers - 1}")
+        return layer % self.num_layers
+
     def segment(self, number: int) -> SegmentReader:
         """Return the reader of a segment.
 

@@ -156,7 +156,7 @@ class TraceStore(TraceCollection):
 
     def group(self, index: int) -> str:
         """Return the group of a trace that a split keeps together, "" if missing."""
-        return self.internals.columns.group(index)
+        return self.internals.columns.group(self._store_index(index))
 
     def token_and_pair_counts(
         self, indices: np.ndarray, layers: Sequence[int] | None = None

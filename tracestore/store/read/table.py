@@ -80,10 +80,11 @@ def matches(values: np.ndarray, wanted: Any, name: str) -> np.ndarray:
         return missing
     is_one = isinstance(wanted, str | bytes) or not hasattr(wanted, "__len__") or getattr(wanted, "ndim", 1) == 0
     members = [wanted] if is_one else list(wanted)
-    found, kinds, expected = np.array(members), "biuf", "numbers"
-    if values.dtype == object:
-        kinds, expected = "U", "texts"
-    if members and (found.dtype.kind not in kinds or (found != found).any()):
+    found = np.array(members)
+    is_valid, expected = found.dtype.kind in "biuf", "numbers"
+    if values.dtype == object:  # numpy would make texts of the numbers in a list of both
+        is_valid, expected = all(isinstance(member, str) for member in members), "texts"
+    if members and (not is_valid or (found != found).any()):
         raise UsageError(f"the condition on {name}: found {wanted!r:.80}, expected {expected}, or None for no value")
     if values.dtype == object:
         chosen = set(members)
@@ -227,10 +228,7 @@ def features(store: StoreInternals, layer: int, indices: np.ndarray) -> np.ndarr
     out = np.empty((num_traces, hidden_dim), dtype)
     if num_traces == 0:
         return out
-    count = store.num_layers
-    if not -count <= layer < count:
-        raise UsageError(f"found layer {layer}, expected {-count} to {count - 1}")
-    layer %= count
+    count, layer = store.num_layers, store.layer_number(layer)
     view = _one_view(store, layer, indices)
     if view is not None:
         return view

@@ -288,19 +288,19 @@ class Trace(OptionalFields):
         return dense_attention(packed, self._row.layout, num_layers, self._row.num_tokens, where)
 
     def attention_layer(self, layer: int) -> np.ndarray:
-        """Return the dense attention of one layer, in memory of its own.
+        """Return the dense attention of one layer, in memory of its own. UsageError if the store has no such layer.
 
         Parameters
         ----------
         layer : int
-            Position of the layer in the store, 0 to L - 1.
+            Position of the layer in the store, 0 to L - 1; negative values count from the last layer.
 
         Returns
         -------
         np.ndarray
             (S, S), or (H, S, S) if every head is stored; bfloat16 as in hidden_states.
         """
-        matrices: np.ndarray = self._in_own_memory()._dense(layer, 1)[0]
+        matrices: np.ndarray = self._in_own_memory()._dense(self._store.layer_number(layer), 1)[0]
         return schema.as_values(matrices, self.attention_dtype)
 
     @property

@@ -283,12 +283,11 @@ class TraceWriter:
 def _add_arguments(
     record: TraceRecord, score: float | None, scores: Mapping[str, float], label: float | None, group: str | int
 ) -> None:
-    """Add the arguments of append() to a record; InvalidInputError if they differ from the keys of its trace."""
+    """Add the arguments of append() to a record; InvalidInputError if they differ from each other or its trace's keys."""
     record.label = _same("label", record.label, None if label is None else label_value(label, "label"))
     given_group = None if group in (None, "") else question_id_text(group, "group")
     record.group = _same("group", record.group or None, given_group) or ""
-    given = {**scores, **({} if score is None else {labels.DEFAULT_SCORE_NAME: score})}
-    for name, value in given.items():
+    for name, value in (*scores.items(), (labels.DEFAULT_SCORE_NAME, score)):
         if value is not None and (number := score_value(value, name)) is not None:
             record.scores[name] = _same(name, record.scores.get(name), number)
 
