@@ -84,6 +84,11 @@ def test_optional_fields_and_named_scores_are_shown(tmp_path):
     assert found["scores"] == {"bleurt": 0.25, "judge": 1.0} and found["answer_span"] == [0, 4]
 
 
+def test_an_unknown_label_of_a_token_is_no_number(tmp_path):
+    path = write_store(tmp_path / "s.zarr", [make_trace(0, tokens=4) | {"token_label": [-1, 1, 0, -1]}])
+    assert "token_label, tokens across: 0 to 1" in view(path, "0").stdout
+
+
 def test_an_unknown_or_impossible_token_is_not_drawn_as_the_most_likely_one(tmp_path):
     for k, value in enumerate((math.nan, -math.inf)):
         trace = make_trace(0, tokens=4) | {"token_logprob": [value, -1.0, -2.0, -9.0]}

@@ -182,9 +182,10 @@ def render_lines(view: View, *, width: int, colors: bool) -> list[str]:
         out += _wrapped("note", "its arrays hold NaN or infinite values", width)
     if trace.tokens_decoded:
         out += _wrapped("", "|".join(repr(t)[1:-1] if not t.isprintable() else t for t in trace.tokens_decoded), width)
-    for name in schema.PER_TOKEN_FIELDS:
-        values = getattr(trace, name)
-        if values is not None and np.isfinite(values).any():
+    for name, field in schema.PER_TOKEN_FIELDS.items():
+        found = trace.optional(name)
+        values = np.empty(0) if found is None else field.shown(found)
+        if np.isfinite(values).any():
             out += ["", f"{name}, tokens across: {np.nanmin(values):.3g} to {np.nanmax(values):.3g}"]
             out += _heat_map(values[None], width, colors)
     if view.attention is not None:

@@ -135,7 +135,7 @@ def test_format_page_names_every_array():
     arrays = {name.removesuffix("_offsets") for name in (*schema.LARGE_ARRAYS, *schema.ROW_ARRAYS)}
     columns = {*manifest.PART_DTYPES} - {f"{name}_offsets" for name in manifest.STRINGS}
 
-    assert sorted(arrays - set(re.findall(r"\w+", cells))) == []
+    assert sorted(arrays - set(re.findall(r"\w+", cells))) == [], "add it to docs/format.md"
     assert sorted(columns - set(re.findall(r"`(\w+)`", section["Index part"]))) == []
     assert sorted({*schema.COLUMN_DTYPES} - set(re.findall(r"`(\w+)`", section["Columns"]))) == []
     assert sorted({*schema.FIELD_BITS} - set(re.findall(r"\w+", section["A segment"]))) == []

@@ -20,6 +20,7 @@ from tests.ingest.builtin.checks import check_builtin
 from tracestore.ingest.builtin.library import parse_builtin
 from tracestore.ingest.layout.fields import FIELDS
 from tracestore.store import vocabulary
+from tracestore.store.format import schema
 
 INPUTS, NEW_TOOL, ENTRIES = ((ROOT / f"docs/{name}.md").read_text() for name in ("inputs", "new_tool", "fields"))
 BUILTIN_LAYOUT = (ROOT / "tracestore/ingest/builtin/tools/README.md").read_text()
@@ -207,7 +208,7 @@ def test_the_plain_pages_name_every_field_with_its_axes():
     for name, rule in FIELDS.items():
         page = ENTRIES if rule.kind == "known" else INPUTS + ENTRIES
         assert f"`{name}`" in page or f"`{name} = " in page, f"{name}: add it to docs/fields.md or docs/inputs.md"
-    for name in ("generated_mask", "special_mask", "token_label", "top_ids", "top_logprobs"):
+    for name in schema.TOKEN_FIELDS.keys() - {"token_logprob", "token_entropy"}:  # in a row of docs/inputs.md
         (axes,) = [
             found[1] for found in re.finditer(r"; (S(?: K)?): ((?:`\w+`(?:, )?)+)", ENTRIES) if f"`{name}`" in found[2]
         ]

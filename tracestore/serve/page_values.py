@@ -75,8 +75,7 @@ def token_values(trace: Trace, view: View, choice: Choice) -> dict[str, np.ndarr
     for name, field in schema.PER_TOKEN_FIELDS.items():
         found = trace.optional(name)
         if found is not None:
-            numbers = found.astype("f8")
-            values[field.title or name] = np.where(numbers < 0, np.nan, numbers) if name == "token_label" else numbers
+            values[field.title or name] = field.shown(found)
     attention = view.attention
     if attention is not None and choice.token < len(attention):
         values[FROM_TOKEN], values[TO_TOKEN] = attention[choice.token], attention[:, choice.token]

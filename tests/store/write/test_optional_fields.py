@@ -73,7 +73,9 @@ def assert_stored(path, traces):
 
 
 def test_the_attributes_of_a_trace_are_those_of_the_table():
-    assert OptionalFields.__annotations__.keys() == schema.OPTIONAL_FIELDS.keys()
+    assert OptionalFields.__annotations__.keys() == schema.OPTIONAL_FIELDS.keys(), (
+        "see OptionalFields in store/read/trace.py"
+    )
     assert OptionalFields.token_label.__doc__ == schema.OPTIONAL_FIELDS["token_label"].doc
 
 

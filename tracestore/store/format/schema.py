@@ -93,6 +93,10 @@ class OptionalField(NamedTuple):
             return None
         return tuple(values) if self.parts else values[0]
 
+    def shown(self, values: np.ndarray) -> np.ndarray:
+        """Return the values for people, float64: NaN where a number that is no value stands for unknown."""
+        return np.where(values == self.fill, np.nan, values) if self.fill < 0 else values.astype("f8")
+
 
 # T: number of tokens; K: a number of most likely tokens, the same for all fields of a trace.
 PER_TOKEN, TOP_K, PER_TRACE, JSON = "(T,)", "(T, K)", "()", "JSON"
