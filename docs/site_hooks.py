@@ -103,7 +103,8 @@ def detectors() -> str:
             found = entry.make()
             text = " ".join((type(found).__doc__ or "").partition("Parameters")[0].split()).replace("|", "\\|")
             options = ", ".join(f"{key} = {value}" for key, value in found.parameters.items())
-            rows.append(f"| `{name}` | {found.kind} | {text} ({options}) | {found.layers} | {found.reference} |")
+            text += f" ({options})" if options else ""
+            rows.append(f"| `{name}` | {found.kind} | {text} | {found.layers} | {found.reference} |")
     return "\n".join(rows)
 
 

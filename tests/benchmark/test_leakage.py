@@ -60,7 +60,7 @@ def test_permuted_labels_give_chance(tmp_path):
     results = run_benchmark([write_groups(tmp_path / "s.zarr", labels)], tmp_path / "out", OPTIONS, lambda _: None)
     for scheme, name, test in by_scheme(results):
         low, high = test["interval_by_question"]
-        # With two tests of 23 detectors, a few of the 95 % intervals miss by chance; an interval of 99.9 % is 1.7 times as long.
+        # With two tests of each detector, a few of the 95 % intervals miss by chance; an interval of 99.9 % is 1.7 times as long.
         middle, half = (low + high) / 2, 1.7 * (high - low) / 2
         assert middle - half <= 0.5 <= middle + half, (scheme, name, low, high)
     store = tracestore.open(tmp_path / "s.zarr")

@@ -63,7 +63,7 @@ train: STORE TRAIN data.tokens detectors.graph
 inference: STORE TRAIN detectors.graph
 planning: STORE TRAIN
 features: STORE data.tokens
-detectors.published: STORE detectors evaluation features oom
+detectors.published: STORE data.tokens detectors evaluation features oom
 benchmark: STORE TRAIN detectors.published features inference ingest reports
 run_results: store.format store.io
 experiment: STORE TRAIN planning reports run_results

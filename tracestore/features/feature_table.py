@@ -96,7 +96,8 @@ def features(store: TraceStore, group: str, *, top_k: int = DEFAULT_TOP_K) -> Va
         If the cache folder has no space.
     """
     spec = _GROUPS[group]
-    options: dict[str, object] = {"top_k": top_k} if group == "attention" else {}
+    options: dict[str, object] = {"names": sorted(spec.shapes(store, top_k))}
+    options |= {"top_k": top_k} if group == "attention" else {}
 
     def write(folder: Path) -> None:
         shapes = spec.shapes(store, top_k)
