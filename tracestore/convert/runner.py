@@ -146,6 +146,7 @@ class Conversion:
         self._named = {path for path in sources if path.is_file()}
         self.default_attention = DefaultAttention(options.attention, self.has_attention)
         self._seen: set[int] = set()  # committed traces that were read
+        self._lacks_texts: dict[int, bool] = {}  # of these, whether no source has had all texts
         self._most_pending = 0  # bytes of sources between two commits
         self.provenances = read_provenances(sources, options, output) if provenances is None else provenances
         self.report = ConvertReport(str(self.store), scores_file=self.scoring.scores_file)
@@ -341,6 +342,12 @@ class Conversion:
                         self.described.commit(writer)
         progress.clear()
         self._notes.print_without_traces()
+        unread = set(self._unread)
+        for index in (index for index, lacks in self._lacks_texts.items() if lacks):
+            # An unchanged file still has those of its traces.
+            owner = writer.source_of(index)
+            if self._shared.has_absent(index) or writer.moved.get(owner, owner) not in unread:
+                self.described.left.traces.add(index)
         self._close_accounts(writer)
         self.described.commit(writer)
 
@@ -533,8 +540,8 @@ class Conversion:
                     loses=None if known < 0 else not self._shared.has_absent(known),
                 )
                 if known >= 0:
-                    if writer.keys.lacks_texts and self._shared.has_absent(known):
-                        self.described.left.traces.add(known)
+                    lacks_texts = writer.keys.lacks_texts and not writer.keys.has_replaced
+                    self._lacks_texts[known] = lacks_texts and self._lacks_texts.get(known, True)
                     self._check_shared(writer, record, known, added, is_conflict=is_conflict)
         except InvalidInputError as error:
             error.reason += _ADVICE.get(error.field or "", "")

@@ -48,7 +48,7 @@ def merged(known: dict[str, float], found: dict[str, float], record: TraceRecord
 
 
 class LeftValues:
-    """The stored values of committed traces that the files lack, and that files which are not there may have.
+    """The stored values of committed traces that the files lack, and that earlier ones may have given.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class LeftValues:
         if self.traces:
             yield (
                 f"{plural(len(self.traces), 'stored trace')} with a score, label, group or text that the files lack, and that "
-                "others, which are not there, may have: it stays; --overwrite begins without it"
+                "earlier ones may have given: it stays; --overwrite begins without it"
             )
 
 

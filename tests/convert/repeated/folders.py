@@ -20,7 +20,7 @@ _LINES = re.compile(r"may be of earlier files stay: (.*); --overwrite")
 # What else a printed line says: fields of traces that may differ, from then on.
 _SAID = {
     "that the sources no longer have: it stays": ("label", "group", "scores"),
-    "which are not there, may have: it stays": ("label", "group", "scores", "text"),
+    "earlier ones may have given: it stays": ("label", "group", "scores", "text"),
     "stored traces? without a row in": ("label", "group", "scores"),
     "traces? refused, listed in": ("content", "text", "label", "group", "scores"),
     "skipped$": ("content", "text", "label", "group", "scores"),
@@ -63,6 +63,7 @@ def run(seed, root):
             words = ["convert", source, store, *own, *options]
             if rng.random() < 0.15:
                 log.append(interrupted(words, rng.randint(1, 8)))
+                said |= _said(log[-1][2])
                 if rng.random() < 0.5:
                     log.append(["meanwhile", folder.edit()])
                     folder.write()
@@ -77,11 +78,18 @@ def run(seed, root):
             log.append(done.stdout.splitlines()[3:])
             if "--overwrite" in options and not done.returncode:
                 said.clear()
-            said |= {n for text, names in _SAID.items() if re.search(text, done.stdout, re.MULTILINE) for n in names}
+            said |= _said(done.stdout)
             wrong += _compared(done, new, store, fresh, said, choice, source)
             if wrong:
                 break
     return log, wrong
+
+
+def _said(printed):
+    """Return the fields of which printed lines report that they may differ from those of a new store."""
+    stays = _LINES.search(printed)
+    named = set() if stays is None else set(re.findall(r"(\w+)(?: \([^)]*\))? of ", stays[1]))
+    return named.union(*(names for text, names in _SAID.items() if re.search(text, printed, re.MULTILINE)))
 
 
 def _compared(done, new, store, fresh, said, choice, source):
@@ -93,8 +101,6 @@ def _compared(done, new, store, fresh, said, choice, source):
     if new.returncode:
         is_left = "no id of it is that of a trace" in new.stderr  # but of a stored one
         return [] if choice == "keep-first" or is_left else [("accepted", new.stderr)]
-    if (stays := _LINES.search(done.stdout)) is not None:
-        said |= set(re.findall(r"(\w+)(?: \([^)]*\))? of ", stays[1]))
     (found, default, owners), (expected, wanted_default, _) = values(store), values(fresh)
     wrong, is_gone_said = [], "stored, but not from the present files" in done.stdout
     for key, wanted in expected.items() if choice != "keep-first" else ():

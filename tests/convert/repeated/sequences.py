@@ -208,7 +208,8 @@ def interrupted(words, after):
             raise KeyboardInterrupt
 
     with mock.patch.object(Conversion, "_check_interrupt", check):
-        return "interrupted", command(*words).returncode
+        done = command(*words)
+        return "interrupted", done.returncode, done.stdout
 
 
 def _differences(folder, stored, expected):

@@ -11,7 +11,7 @@ from tests.helpers import command, convert, error_of, field_flags, make_trace, w
 from tracestore.convert import cutting
 from tracestore.convert.runner import Conversion
 
-ABSENT = "1 stored trace with a score, label, group or text that the files lack, and that others, which are not there"
+ABSENT = "1 stored trace with a score, label, group or text that the files lack, and that earlier ones may"
 LOST = "stored trace such as q0 have a score, label or group that the sources no longer have"
 STATED = field_flags(
     "hidden_states = {file}.npz : hs -> L S D", "question_id = {file}.npz : id", "is_correct = t.csv : [id=id]/ok"
@@ -95,6 +95,19 @@ def test_the_summary_counts_values_that_files_which_are_not_there_may_have(tmp_p
     assert first(tmp_path / "s.zarr") == before
     write_inside(data, "other")
     assert ABSENT not in convert(data, tmp_path / "s.zarr").stdout
+
+
+def test_the_summary_counts_texts_that_are_lost_when_a_trace_moves_to_another_file(tmp_path, data):
+    first, second = (make_trace(k, tokens=4) | {"question": "why?"} for k in range(2))
+    write_pickle(data / "a.pkl", [first, second])
+    write_pickle(data / "b.pkl", [make_trace(2, tokens=4)])
+    convert(data, tmp_path / "s.zarr")
+    write_pickle(data / "c.pkl", [make_trace(0, tokens=4)])
+    assert ABSENT not in convert(data, tmp_path / "s.zarr").stdout  # a.pkl still has the question
+    (data / "c.pkl").unlink()
+    write_pickle(data / "a.pkl", [second])
+    write_pickle(data / "b.pkl", [make_trace(2, tokens=4), make_trace(0, tokens=4)])
+    assert ABSENT in convert(data, tmp_path / "s.zarr").stdout
 
 
 def stays(done):

@@ -239,7 +239,7 @@ def test_a_store_is_that_of_the_folder_as_it_is(tmp_path, seed):
 
 @pytest.mark.parametrize("seed", [*range(300, 304), *long(*range(304, 340))])
 def test_folders_of_many_forms(tmp_path, seed):
-    """Each conversion refuses a file, or stores what a new store has, or prints what stays."""
+    """Each conversion refuses a file, or stores what a new store has, or prints which values differ."""
     log, wrong = folders.run(seed, tmp_path)
     assert not wrong, [*log, *wrong]
 
