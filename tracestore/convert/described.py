@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from tracestore.ingest.builtin.parts import Part, sources_in_order
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.exports.export_manifest import find_export
 from tracestore.ingest.layout.fields import score_of
+from tracestore.ingest.left_values import GROUP, LABEL, LeftValues, is_of_layout, kind_of, merged, origin_of
 from tracestore.ingest.score_files import FoundFiles
 from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.stored_values import ChangedValues, is_none, stored_values
@@ -29,8 +30,6 @@ from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock
 from tracestore.words import plural
 
-_LABEL = "label"
-_OF_LAYOUT = " of the layout"
 _COPY = re.compile(r"( \(\d+\)|[-_ .](checkpoint|copy ?\d*|bak|backup|old|orig))+$", re.IGNORECASE)
 
 
@@ -58,6 +57,9 @@ class DescribedRun:
         The names of those that were read and stored.
     keeps_copies : bool
         Whether copies are meant.
+    left : LeftValues
+    deferred : dict
+        The scores and labels that fill() stores, by keys; each trace that is read although the store has it is among them.
     judgments : list of str
         The fields that judge the answers, of layouts that are not built in.
     """
@@ -78,13 +80,14 @@ class DescribedRun:
         self._counts_new = finds_layouts and not own
         self._stated: frozenset[str] = frozenset()  # what each trace of the open source has, or else it has none
         self._without_group: set[tuple[str, int]] = set()
+        self.left = LeftValues()
         self.has_group_column = False  # of the scores file
         self._executions = [part.execution for part in parts if part.execution is not None]
         # Scores of tables, which are stored when the accounts close.
         self._deferred_scores = {name for execution in self._executions for name in execution.scores_of_tables()}
         self.keeps_copies = any("duplicates" in execution.layout.settings for execution in self._executions)
         self._labels: dict[tuple[str, int], dict[str, float]] = {}  # of the traces so far
-        self._deferred: dict[tuple[str, int], dict[str, float]] = {}  # those that are stored at the end
+        self.deferred: dict[tuple[str, int], dict[str, float]] = {}
         self._groups: dict[tuple[str, int], str] = {}
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._num_traces = 0
@@ -137,10 +140,9 @@ class DescribedRun:
             return
         stated = frozenset[str]() if source.described is None else source.described.stated
         origins = {name: field.source for name, field in writer.attributes.scores.items()}
-        of_files = {name for name in stated if origins.get(score_of(name)) == _origin(name)}
-        # Groups have no origin: with scores of another command they may be its own.
-        if self._has_own or all(origin is None or origin.endswith(_OF_LAYOUT) for origin in origins.values()):
-            of_files.add("group")
+        of_files = {name for name in stated if origins.get(score_of(name)) == origin_of(name)}
+        if self._are_of_lines(writer):
+            of_files.add(GROUP)
         self._stated = stated & {*self._own, *of_files}
 
     def needs_all(self) -> bool:
@@ -203,14 +205,16 @@ class DescribedRun:
         has_label, *has_score = block.has_value.sum(axis=0).tolist()
         if any(has_score) or (has_label and not self.finds_layouts):
             for k in range(len(block)):
-                self.added(block.record(k), is_new=True, is_known=False, is_replaced=False, loses=False)
+                self.added(block.record(k), is_new=True, is_known=False, is_replaced=False, loses=None)
             return
         self._num_traces += len(block)
         labels = Counter(block.values[block.has_value[:, 0], 0].tolist())
         for label, count in labels.items():
-            self._counts[_LABEL][_kind_of(label)] += count
+            self._counts[LABEL][kind_of(label)] += count
 
-    def added(self, record: TraceRecord, *, is_new: bool, is_known: bool, is_replaced: bool, loses: bool) -> None:
+    def added(
+        self, record: TraceRecord, *, is_new: bool, is_known: bool, is_replaced: bool, loses: bool | None
+    ) -> None:
         """Keep the labels of a stored trace that a table gives, or that replace those of the same trace.
 
         Parameters
@@ -222,8 +226,8 @@ class DescribedRun:
             Whether the store, or a source of the next commit, has had its key before.
         is_replaced : bool
             Whether it is stored instead of another trace, with other content.
-        loses : bool
-            Whether no source that is not there may have given the stored values.
+        loses : bool or None
+            Whether no source that is not there may have given the stored values; None for a trace that is not committed.
 
         Raises
         ------
@@ -234,13 +238,15 @@ class DescribedRun:
         key = record.question_id, record.sample
         is_counted = is_new or not (self._counts_new or key in self._labels)  # a copy counts once
         self._num_traces += is_counted
-        own = {} if record.label is None else {_LABEL: record.label}
+        own = {} if record.label is None else {LABEL: record.label}
         deferred = {score_of(n): v for n, v in record.deferred_scores.items()}
         found = {**record.scores, **own, **deferred}
         for name, value in found.items():
-            self._counts[name][_kind_of(value)] += is_counted
-        stated = self._stated if loses else set[str]()
-        missing = dict.fromkeys({score_of(name) for name in stated - {"group"}} - found.keys(), math.nan)
+            self._counts[name][kind_of(value)] += is_counted
+        lacking = {score_of(name) for name in self._stated - {GROUP}} - found.keys()
+        missing = dict.fromkeys(lacking, math.nan) if loses else {}
+        if loses is False:
+            self.left.add(key, lacking, may_have_group=GROUP in self._stated and not record.group)
         if is_replaced:
             self._labels[key] = {}
             self._groups.pop(key, None)
@@ -254,12 +260,12 @@ class DescribedRun:
                 field="group",
             )
         if key in self._labels:
-            found = _merged(self._labels[key], found, record)
+            found = merged(self._labels[key], found, record)
         if found:
             self._labels[key] = found
         if deferred or is_known:
-            self._deferred[key] = missing | found
-            if "group" in stated:
+            self.deferred[key] = missing | found
+            if loses and GROUP in self._stated:
                 self._without_group.add(key)
 
     def _add_states(self, packed: PackedTrace) -> None:
@@ -303,14 +309,14 @@ class DescribedRun:
 
     def _define(self, writer: StoreWriter, name: str) -> None:
         direction, stored = self._directions[name], writer.attributes.scores.get(score_of(name))
-        if name != _LABEL and (stored is None or stored.direction != direction):
-            writer.define_score(score_of(name), ScoreField(direction, _origin(name)))
+        if name != LABEL and (stored is None or stored.direction != direction):
+            writer.define_score(score_of(name), ScoreField(direction, origin_of(name)))
 
     def commit(self, writer: StoreWriter) -> None:
         """Commit the sources so far; they are open if labels of theirs are stored at the end."""
         if self._has_new:
             self._keep_layouts(writer)
-        writer.commit(are_open=bool(self._deferred))
+        writer.commit(are_open=bool(self.deferred))
 
     def close(self, has_id: Callable[[str], bool]) -> Iterator[str]:
         """Close the accounts, and yield the lines of `Execution.close`."""
@@ -329,23 +335,42 @@ class DescribedRun:
         self.define(writer)
         values, num_traces = ChangedValues(writer, on_conflict), writer.manifest.num_traces
         is_unread = np.arange(num_traces) < num_traces - writer.num_added
-        for key in self._deferred:
+        for key in self.deferred:
             if (index := writer.index.find(*key)) >= 0:  # else dropped by skip_bad
-                values.set(index, *self._values(key))
+                given = self._values(key)
+                values.set(index, *given)
                 is_unread[index] = False
+                self.left.count(key, given, values.columns, index)
         # Another file of the same name may have been left open.
         unread = set(writer.index.read_column("source")[is_unread].tolist())
         closed = [number for number in writer.attributes.open_numbers() if number not in unread]
         # Without new traces not before: a layout that is refused must not replace an earlier one.
         self._keep_layouts(writer)
         values.commit([number for number in closed if writer.index.source(number).path in self.read])
-        self._changes = list(values.lines())
+        self._changes = [*values.lines(), *self.left.lines()]
 
     def _values(self, key: tuple[str, int]) -> tuple[dict[str, float], float | None, str | None]:
         """Return the scores, the label and the group that fill() gives a committed trace."""
-        found, no_group = self._deferred.get(key, {}), "" if key in self._without_group else None
-        scores = {name: value for name, value in found.items() if name != _LABEL}
-        return scores, found.get(_LABEL), None if self.has_group_column else self._groups.get(key, no_group)
+        found, no_group = self.deferred.get(key, {}), "" if key in self._without_group else None
+        scores = {name: value for name, value in found.items() if name != LABEL}
+        return scores, found.get(LABEL), None if self.has_group_column else self._groups.get(key, no_group)
+
+    def given(self, writer: StoreWriter) -> set[str]:
+        """Return the scores and "label" that the lines give: not a score that another command has defined since."""
+        origins = {name: field.source for name, field in writer.attributes.scores.items()}
+        names = {n for n in self._directions if n in self._own or origins.get(score_of(n)) == origin_of(n)}
+        is_label = LABEL in self._directions and self._are_of_lines(writer)
+        return {score_of(name) for name in names} | ({LABEL} if is_label else set())
+
+    def with_group(self, writer: StoreWriter) -> Collection[tuple[str, int]] | None:
+        """Return the keys of traces to which a line gives a group; None if lines give all groups that are stored."""
+        states_group = any(GROUP in part.layout.addresses for part in self.parts if part.layout is not None)
+        is_sure = states_group and self._are_of_lines(writer)
+        return None if is_sure else self._groups
+
+    def _are_of_lines(self, writer: StoreWriter) -> bool:
+        """Return whether stored groups and labels are of lines: with scores of another command they may be its own."""
+        return self._has_own or all(map(is_of_layout, writer.attributes.scores.values()))
 
     def changes(self, key: tuple[str, int], index: int, columns: Columns) -> tuple[bool, bool]:
         """Return whether fill() changes a stored score, label or group of a trace that was added, and whether it removes one."""
@@ -368,30 +393,6 @@ class DescribedRun:
         if self.num_equal:
             yield f"{plural(self.num_equal, 'trace')} with the hidden states of another id"
         yield from self._changes
-
-
-def _origin(name: str) -> str:
-    """Return where the values of a score come from, as the store keeps it."""
-    return f"{name[: 1024 - len(_OF_LAYOUT)]}{_OF_LAYOUT}"
-
-
-def _kind_of(value: float) -> str:
-    """Return what a label or score is counted as."""
-    return str(int(value)) if value in (0, 1) else "missing" if math.isnan(value) else "other"
-
-
-def _merged(known: dict[str, float], found: dict[str, float], record: TraceRecord) -> dict[str, float]:
-    """Return the labels of a trace with those of an earlier copy; rule 14: these agree."""
-    known = {name: value for name, value in known.items() if not math.isnan(value)}
-    for name, value in known.items():
-        if not math.isnan(other := found.get(name, math.nan)) and other != value:
-            raise InvalidInputError(
-                f"found {value:g} and {other:g} for {escape_unprintable(record.question_id, 60)}, sample "
-                f"{record.sample}: copies of a trace have one label",
-                position=record.position,
-                field=name,
-            )
-    return found | known
 
 
 def without_copy_mark(name: str) -> str:

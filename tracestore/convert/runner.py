@@ -33,6 +33,7 @@ from tracestore.errors import (
     escape_unprintable,
 )
 from tracestore.ingest.exports import EXPORT_FILE
+from tracestore.ingest.left_values import gone_note
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.source_streams import TraceStream, read_sources, reading_whole
 from tracestore.ingest.sources import SourceFile, source_fingerprint
@@ -144,6 +145,8 @@ class Conversion:
         self._num_named = Counter(source.name for source in self.scoring.sources)
         self._named = {path for path in sources if path.is_file()}
         self.default_attention = DefaultAttention(options.attention, self.has_attention)
+        self._seen: set[int] = set()  # committed traces that were read
+        self._lacks_texts: dict[int, bool] = {}  # of these, whether no source has had all texts
         self._most_pending = 0  # bytes of sources between two commits
         self.provenances = read_provenances(sources, options, output) if provenances is None else provenances
         self.report = ConvertReport(str(self.store), scores_file=self.scoring.scores_file)
@@ -252,7 +255,7 @@ class Conversion:
             dtype=options.dtype,
             codec=options.codec,
             overwrite=options.overwrite,
-            can_resume=self._is_current_source if can_resume else None,
+            can_resume=self._can_continue if can_resume else None,
             on_conflict=options.on_conflict,
             allow_mixed_provenance=options.allow_mixed_provenance,
             commit_bytes=sys.maxsize,
@@ -262,6 +265,10 @@ class Conversion:
         """Check the provenances, and define the scores in the store."""
         writer.check_provenance(self.known_provenances())
         self.scoring.begin(writer)
+
+    def _can_continue(self, writer: StoreWriter) -> bool:
+        """Return whether an interrupted conversion had these sources, and the same values in the scores file."""
+        return all(map(self._is_current_source, writer.index.sources())) and self.scoring.has_stored(writer)
 
     def _is_current_source(self, committed: SourceEntry) -> bool:
         """Return whether a committed source is an unchanged file of this conversion."""
@@ -335,6 +342,12 @@ class Conversion:
                         self.described.commit(writer)
         progress.clear()
         self._notes.print_without_traces()
+        unread = set(self._unread)
+        for index in (index for index, lacks in self._lacks_texts.items() if lacks):
+            # An unchanged file still has those of its traces.
+            owner = writer.source_of(index)
+            if self._shared.has_absent(index) or writer.moved.get(owner, owner) not in unread:
+                self.described.left.traces.add(index)
         self._close_accounts(writer)
         self.described.commit(writer)
 
@@ -457,7 +470,7 @@ class Conversion:
                 self.described.check_layers(record)
             self.scoring.begin_source(stream.source)
             self.described.begin_source(stream.source, writer)
-            self._shared.begin_source(name, is_unchanged=writer.has_files(name, size, digest))
+            self._shared.begin_source(name, size, digest, is_unchanged=writer.has_files(name, size, digest))
             writer.begin_source(name, size, digest, provenance)
             try:
                 with reading_whole(stream, identity):
@@ -502,6 +515,8 @@ class Conversion:
         record, conflicts = packed.record, writer.keys.num_conflicts
         key = record.question_id, record.sample
         known, is_pending = writer.index.find(*key), writer.is_pending(key)
+        if known >= 0:
+            self._seen.add(known)
         try:
             if not self.described.keeps_copies:
                 self._shared.check_copy(packed)
@@ -522,9 +537,11 @@ class Conversion:
                     is_new=is_new,
                     is_known=known >= 0 or is_pending,
                     is_replaced=writer.keys.has_replaced,
-                    loses=known >= 0 and not self._shared.has_absent(known),
+                    loses=None if known < 0 else not self._shared.has_absent(known),
                 )
                 if known >= 0:
+                    lacks_texts = writer.keys.lacks_texts and not writer.keys.has_replaced
+                    self._lacks_texts[known] = lacks_texts and self._lacks_texts.get(known, True)
                     self._check_shared(writer, record, known, added, is_conflict=is_conflict)
         except InvalidInputError as error:
             error.reason += _ADVICE.get(error.field or "", "")
@@ -574,6 +591,9 @@ class Conversion:
         self._say(self.default_attention.notes(report.attention))
         self._say(report.lines(self._options.on_conflict))
         self._say(self.scoring.lines())
+        if self._unread or self._seen:  # else all files are new
+            names = {source.name for source in self.scoring.sources}
+            self._say(gone_note(writer, names, self.described.read, self._seen))
 
     def _require_traces(self, num_traces: int) -> None:
         """Raise InvalidInputError if the store has no trace at the end."""

@@ -3,8 +3,8 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Container, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,9 +13,10 @@ from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.exports.export_manifest import ExportFacts
+from tracestore.ingest.left_values import LABEL, earlier_note
 from tracestore.ingest.score_files import COLUMN_OPTIONS, ScoreRow, ambiguous_direction, direction_of
 from tracestore.ingest.sources import SourceFile
-from tracestore.ingest.stored_values import ChangedValues, keys_of, without_row_note
+from tracestore.ingest.stored_values import ChangedValues, is_none, keys_of, stored_values, without_row_note
 from tracestore.store.format import schema
 from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.vocabulary import JUDGMENTS
@@ -74,6 +75,7 @@ class Scoring:
                 facts.check_scores_file()
         if options.scores is not None:
             self.sources = [source.without_values() for source in self.sources]
+        self._exports = [s.export.facts for s in self.sources if s.export is not None and s.export.has_values]
         self._export: ExportFacts | None = None  # of the source, if its values are used
         self._num_labels, self.num_without_trace = 0, 0
         self._changes: list[str] = []  # of stored traces
@@ -220,35 +222,71 @@ class Scoring:
     def fill(self, writer: StoreWriter) -> None:
         """Set scores, labels and groups of committed traces as the file has them now."""
         self._described.fill(writer, self._on_conflict)
-        if self.file is None:
-            return
+        if self.file is not None:
+            self._fill(writer, self.file)
+        is_own = np.logical_or(*self._sources_have(writer))
+        is_own[[index for key in self._described.deferred if (index := writer.index.find(*key)) >= 0]] = True
+        self._changes += earlier_note(writer, is_own, self._given(writer), self._with_group(writer))
+
+    def _fill(self, writer: StoreWriter, file: "Scores") -> None:
         values, num_kept, used = ChangedValues(writer, self._on_conflict), 0, set[tuple[str, int]]()
         is_own, is_exported = self._sources_have(writer)
-        is_scored = ~np.isnan(values.columns.score(self.file.name))
+        is_scored = ~np.isnan(values.columns.score(file.name))
         # Inside of built-in layouts, only the label of the file is one.
         is_label_lost = is_own & ~np.isnan(values.columns.labels) & self._described.finds_layouts
+        no_label = None if file.label_column is None or LABEL in self._described.judgments else math.nan
         for index, key in enumerate(keys_of(writer.index)):
-            row, label = self.file.row_of(*key), math.nan if is_label_lost[index] else None
+            row, label = file.row_of(*key), math.nan if is_label_lost[index] else None
             if row is None:
                 num_kept += int(is_own[index] and is_scored[index])
                 if label is not None:
                     values.set(index, {}, label, None)
                 continue
-            used.add(self.file.key_of(*key))
+            used.add(file.key_of(*key))
             if not (is_exported[index] and is_scored[index]):  # the scores of exports count
-                label = label if math.isnan(row.label) else row.label
-                values.set(index, {self.file.name: row.score}, label, row.group if self.file.has_groups else None)
-        self.num_without_trace = len(self.file.rows) - len(used)
-        values.check_questions(self.file)
+                label = (label or no_label) if math.isnan(row.label) else row.label
+                values.set(index, {file.name: row.score}, label, row.group if file.has_groups else None)
+        self.num_without_trace = len(file.rows) - len(used)
+        values.check_questions(file)
         values.commit()
-        name = escape_unprintable(self.file.path.name, 60)
+        name = escape_unprintable(file.path.name, 60)
         self._changes = [f"{name}: {line}" for line in values.lines()]
-        self._changes += without_row_note(num_kept, name, self.file.name)
+        self._changes += without_row_note(num_kept, name, file.name)
+
+    def has_stored(self, writer: StoreWriter) -> bool:
+        """Return whether all values of a store may be those that a conversion without an earlier one gives."""
+        columns, file, fields = writer.read_columns(), self.file, writer.attributes.scores
+        if not fields.keys() <= self._given(writer):
+            return False
+        if file is None or fields.get(file.name, file.score_field) != file.score_field:
+            return file is None
+        num_compared = 2 + (self._described.finds_layouts or file.label_column is not None)
+        own = np.flatnonzero(self._sources_have(writer)[0])
+        for index, key in zip(own.tolist(), keys_of(writer.index, own), strict=True):
+            score, label, group = stored_values(columns, index, [file.name])
+            row: tuple[Any, ...] = file.row_of(*key) or ScoreRow()
+            pairs = zip((score, group, label)[:num_compared], row, strict=False)
+            if any(old != new and not (is_none(old) and is_none(new)) for old, new in pairs):
+                return False
+        return True
+
+    def _given(self, writer: StoreWriter) -> set[str]:
+        """Return the names of the scores that the conversion gives, and "label"."""
+        names = self._described.given(writer).union(
+            *(facts.scores for facts in self._exports), [LABEL] * bool(self._exports)
+        )
+        return names if self.file is None else names | {self.file.name, *([LABEL] if self.file.label_column else [])}
+
+    def _with_group(self, writer: StoreWriter) -> Container[tuple[str, int]] | None:
+        """Return the keys of traces with a group; None if the conversion gives all groups."""
+        gives_all = self._exports or (self.file is not None and self.file.has_groups)
+        return None if gives_all else self._described.with_group(writer)
 
     def _sources_have(self, writer: StoreWriter) -> tuple[np.ndarray, np.ndarray]:
         """Return for each committed trace whether a source of now has it, without and with values of an export."""
         exported = {s.name for s in self.sources if s.export is not None and s.export.has_values}
         names = {source.name for source in self.sources} - exported
+        names |= {old for old, new in writer.moved.items() if new in names}
         paths = [source.path for source in writer.index.sources()] if writer.manifest.num_traces else []
         of_sources = writer.index.read_column("source")
         own, other = (np.array([path in found for path in paths], bool)[of_sources] for found in (names, exported))
@@ -257,10 +295,10 @@ class Scoring:
     def lines(self) -> Iterator[str]:
         """Yield what was found inside the traces and in the scores file."""
         yield from self._described.lines()
+        yield from self._changes
         if self.file is None:
             return
         name = escape_unprintable(self.file.path.name, 60)
-        yield from self._changes
         if self._num_labels:
             yield (
                 f"label (1: {HALLUCINATION}): found in {name} for {plural(self._num_labels, 'trace')} and used before the "

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -41,14 +41,16 @@ class SharedTraces:
         sharing = writer.sharing_sources()
         self._last_sharing = max((self._unread[name] for name in sharing & self._unread.keys()), default=-1)
         self._absent = sharing - self._order.keys()
+        self._waiting = _moved_sources(writer, self._order)
         self._source = ""
         self._outdated: set[str] = set()  # the absent sources of traces that the open source has changed
         self._forgotten: set[str] = set()
         self._is_unchanged = False
         self._by_source: tuple[object, dict[str, np.ndarray]] = None, {}  # traces of the sources of a path, of an index
 
-    def begin_source(self, name: str, *, is_unchanged: bool) -> None:
+    def begin_source(self, name: str, size: int, fingerprint: str, *, is_unchanged: bool) -> None:
         """Begin a source; `is_unchanged`: the store has its files, whose layout or tables may differ."""
+        self._writer.moved.update(dict.fromkeys(self._waiting.pop(_files(size, fingerprint), ()), name))
         self._source, self._is_unchanged = name, is_unchanged
         self._outdated.clear()
 
@@ -90,8 +92,9 @@ class SharedTraces:
             self._outdated |= self._absent if owner in self._order else {owner, *self._absent}
 
     def has_absent(self, index: int) -> bool:
-        """Return whether a source that is not there has a committed trace, or may have it."""
-        return bool(self._absent) or self._writer.source_of(index) not in self._order
+        """Return whether a source that is not there, under no other name either, has a committed trace, or may have it."""
+        there = self._order.keys() | self._writer.moved.keys()
+        return not (self._absent <= there and self._writer.source_of(index) in there)
 
     def check_copy(self, packed: PackedTrace) -> None:
         """Account for a trace that may be a copy of a committed one with another id (rule 10b); see check()."""
@@ -122,3 +125,32 @@ class SharedTraces:
             if (name := without_copy_mark(question_id)) != question_id:
                 found[name].append(k)
         return found
+
+
+def _files(size: int, fingerprint: str) -> tuple[int, str]:
+    """Return what stands for the files of a source."""
+    return size, fingerprint[len(fingerprint) // 2 :]
+
+
+def _moved_sources(writer: StoreWriter, present: Mapping[str, int]) -> dict[tuple[int, str], list[str]]:
+    """Let a writer know which sources have been moved: their last files are, or were, under another path that is present.
+
+    Return those that are not there, by these files, under which a new path may follow.
+    """
+    last, heirs = dict[str, tuple[int, str]](), dict[tuple[int, str], str]()
+    sources = list(writer.index.sources())
+    for source in sources if any(source.path not in present for source in sources) else ():
+        if source.fingerprint:
+            last[source.path] = files = _files(source.size, source.fingerprint)
+            if source.path in present or heirs.get(files, "") not in present:
+                heirs[files] = source.path
+    waiting = defaultdict[tuple[int, str], list[str]](list)
+    for path in last.keys() - present.keys():
+        new = path
+        while new not in present and heirs[last[new]] != new:  # each one is committed later than the one before
+            new = heirs[last[new]]
+        if new in present:
+            writer.moved[path] = new
+        else:
+            waiting[last[new]].append(path)
+    return waiting

@@ -126,7 +126,8 @@ def source_fingerprint(source: SourceFile) -> tuple[int, str]:
     digest, size = hashlib.blake2b(digest_size=8), 0
     for path in source.files:
         num_bytes, text = _fingerprint_with_time(path)
-        digest.update(f"{path.name}\0{text}\0".encode())
+        # The name of a single file is that of the source.
+        digest.update(f"{path.name if len(source.parts) > 1 else ''}\0{text}\0".encode())
         size += num_bytes
     needed = b"" if source.described is None else source.described.fingerprint
     return size, hashlib.blake2b(needed, digest_size=8).hexdigest() + digest.hexdigest()

@@ -175,7 +175,7 @@ def run(seed, root):
             folder.write()
             words = ["convert", folder.root, store, *folder.lines(), *options]
             if rng.random() < 0.2:
-                log.append(_interrupted(words, rng.randint(1, 6)))
+                log.append(interrupted(words, rng.randint(1, 6)))
             used = [*words, *(["--workers", "2"] if rng.random() < 0.1 else [])]
             done, again = command(*used), command(*words)
             new = command("convert", folder.root, fresh, *folder.lines(), *options, "--overwrite")
@@ -198,7 +198,7 @@ def run(seed, root):
     return log, wrong
 
 
-def _interrupted(words, after):
+def interrupted(words, after):
     """Run a command that is interrupted behind some traces."""
     left = [after]
 
@@ -208,7 +208,8 @@ def _interrupted(words, after):
             raise KeyboardInterrupt
 
     with mock.patch.object(Conversion, "_check_interrupt", check):
-        return "interrupted", command(*words).returncode
+        done = command(*words)
+        return "interrupted", done.returncode, done.stdout
 
 
 def _differences(folder, stored, expected):

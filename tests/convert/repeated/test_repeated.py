@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tracestore
+from tests.convert.repeated import folders
 from tests.convert.repeated.sequences import run, values
 from tests.helpers import command, convert, error_of, make_trace, tree_bytes, write_pickle
 from tests.tiers import long
@@ -233,6 +234,13 @@ def test_a_misspelled_line_stays_refused(data, line):
 def test_a_store_is_that_of_the_folder_as_it_is(tmp_path, seed):
     """Each conversion refuses a file, or stores what a new store has."""
     log, wrong = run(seed, tmp_path)
+    assert not wrong, [*log, *wrong]
+
+
+@pytest.mark.parametrize("seed", [*range(300, 304), *long(*range(304, 340))])
+def test_folders_of_many_forms(tmp_path, seed):
+    """Each conversion refuses a file, or stores what a new store has, or prints which values differ."""
+    log, wrong = folders.run(seed, tmp_path)
     assert not wrong, [*log, *wrong]
 
 

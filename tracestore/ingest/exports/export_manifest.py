@@ -191,9 +191,9 @@ class ExportedFile(NamedTuple):
 
     @property
     def stated(self) -> frozenset[str]:
-        """The fields of the scores and the group that a trace of the file has, or else none."""
+        """The fields of the scores, the label and the group that a trace of the file has, or else none."""
         names = self.facts.manifest.score_columns.values()
-        return frozenset({"group", *(f"correctness.{name}" for name in names)} if self.has_values else ())
+        return frozenset({"group", "label", *(f"correctness.{name}" for name in names)} if self.has_values else ())
 
     @property
     def provenance(self) -> Provenance | None:

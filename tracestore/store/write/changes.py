@@ -46,6 +46,8 @@ class Changes:
         Those of the store after the next commit.
     num_added : int
         Number of traces that the commits of this writer have added.
+    moved : dict of str
+        The new paths of sources that have been moved, by their old ones. The caller fills it.
     joined : dict of TraceValues
         Scores and groups of added traces that another writer had committed meanwhile, by their keys. They are not stored.
     """
@@ -63,6 +65,7 @@ class Changes:
         self.joined: dict[tuple[str, int], TraceValues] = {}
         self._sources: dict[str, list[SourceEntry]] = {}  # those of each path that differ, the newest one last
         self._paths: list[str] = []  # of all sources
+        self.moved: dict[str, str] = {}
         # The first content and values of committed traces that others have replaced.
         self._past: dict[int, tuple[ComparedTrace, TraceValues]] = {}
 
@@ -85,6 +88,7 @@ class Changes:
         self.keys = KeyResolver(
             self.target.files, self.index, self._paths, self._pending, self._on_conflict, self.read_columns, self._past
         )
+        self.keys.moved = self.moved
 
     @property
     def manifest(self) -> Manifest:

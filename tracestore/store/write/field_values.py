@@ -348,7 +348,7 @@ def check_agreement(scores: Mapping[str, float], question_id: str = "") -> None:
     """Rule 14: `is_correct`, `is_hallucinated` and `label` agree wherever two have a value; an id is that of a stored trace."""
     found = {name: scores[name] for name in ("label", *vocabulary.JUDGMENTS) if scores.get(name) in (0, 1)}
     if len({value == (name == "is_correct") for name, value in found.items()}) > 1:
-        stored = "one of them stored (lines for both judge again; score --name keeps both)"
+        stored = "one of them stored (lines for both judge again, --overwrite begins again; score --name keeps both)"
         of = f" of {escape_unprintable(question_id, 60)}, {stored}" if question_id else ""
         shown = " and ".join(f"{name} {value:g}" for name, value in found.items())
         raise InvalidInputError(f"found {shown}{of}, expected that they agree")

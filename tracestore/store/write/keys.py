@@ -58,6 +58,10 @@ class KeyResolver:
         See StoreWriter.
     num_conflicts : int
         Number of traces of the open source whose key existed with different content.
+    moved : Mapping
+        The new paths of sources that have been moved, by their old ones.
+    lacks_texts : bool
+        Whether the last trace of resolve_new() has fewer fields besides its arrays than the stored one.
     """
 
     def __init__(
@@ -73,6 +77,8 @@ class KeyResolver:
         self._files, self._index, self._paths, self._pending = files, index, paths, pending
         self.on_conflict, self._read_columns, self._earlier = on_conflict, read_columns, past
         self.past: dict[int, tuple[ComparedTrace, TraceValues]] = {}
+        self.moved: Mapping[str, str] = {}
+        self.lacks_texts = False
         self._kept: TraceValues | None = None  # values that the resolved trace leaves a key
         self.num_conflicts = 0
         self._undo: list[Callable[[], None]] = []
@@ -107,7 +113,7 @@ class KeyResolver:
         InvalidInputError
             If the key exists with different content and `on_conflict` is "error".
         """
-        record, self._kept = trace.record, None
+        record, self._kept, self.lacks_texts = trace.record, None, False
         provided = groups_of(trace)
         stored = self._stored_location(record)
         if stored is None:
@@ -128,9 +134,11 @@ class KeyResolver:
             texts = mf.GROUP_GRAPH if stored["graph_segment"] >= 0 else mf.GROUP_SEQUENCE
             lost = kept if mf.GROUP_GRAPH in missing else given
             source = self._pending.sources[-1]
-            is_own = bool(source.fingerprint) and self._path(stored["source"]) == source.path
+            path = self._path(stored["source"])
+            is_own = bool(source.fingerprint) and self.moved.get(path, path) == source.path
             names = given | kept if texts in provided and is_own else lost
             difference = next((name for name in names if given.get(name) != kept.get(name)), None)
+            self.lacks_texts = bool(kept.keys() - given.keys())
         if difference is None:
             return missing
         if self.on_conflict == "error":

@@ -14,7 +14,6 @@ from tracestore.store.io import fsio
 from tracestore.store.io.files import parse_location
 from tracestore.store.lens import LensArrays
 from tracestore.store.read.columns import TraceValues
-from tracestore.store.read.index import SourceEntry
 from tracestore.store.read.segment import read_lens
 from tracestore.store.write.changes import Changes
 from tracestore.store.write.commit import add_files, load_generation, load_newest, open_target, root_metadata
@@ -51,7 +50,7 @@ class StoreWriter(Changes):
         it replace the first one, whose bytes remain unreferenced in their segment.
     can_resume : callable, optional
         With `overwrite`, what an interrupted writer has committed to the new store is kept if this
-        returns True for each of its sources.
+        returns True for the writer that has loaded it.
     allow_mixed_provenance : bool
         Accept sources whose provenance conflicts.
     commit_bytes, split_bytes : int
@@ -79,7 +78,7 @@ class StoreWriter(Changes):
         overwrite: bool = False,
         exist_ok: bool = True,
         on_conflict: OnConflict = "error",
-        can_resume: Callable[[SourceEntry], bool] | None = None,
+        can_resume: "Callable[[StoreWriter], bool] | None" = None,
         allow_mixed_provenance: bool = False,
         commit_bytes: int = COMMIT_BYTES,
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
@@ -101,11 +100,11 @@ class StoreWriter(Changes):
                 target.close()
                 raise
 
-    def _resume(self, options: Options, can_resume: Callable[[SourceEntry], bool] | None) -> bool:
-        """Load a replacement that was begun; remove it if its sources or options differ from the caller's."""
+    def _resume(self, options: Options, can_resume: "Callable[[StoreWriter], bool] | None") -> bool:
+        """Load a replacement that was begun; remove it if its sources, values or options differ from the caller's."""
         with contextlib.suppress(UsageError, CorruptStoreError):
             self._load(options)
-            if can_resume is not None and all(map(can_resume, self.index.sources())):
+            if can_resume is not None and can_resume(self):
                 return True
             self._generation.close()
         self.target.clear()

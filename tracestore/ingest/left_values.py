@@ -1,0 +1,142 @@
+"""Values of single traces: those that copies give, and stored ones that stay although the files do not give them."""
+
+import math
+from collections.abc import Collection, Container, Iterator, Mapping, Set
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError, escape_unprintable, some_of
+from tracestore.ingest.stored_values import is_none, keys_of, stored_values
+from tracestore.store.format.labels import ScoreField
+from tracestore.store.read.columns import Columns
+from tracestore.store.write.record import TraceRecord
+from tracestore.store.write.writer import StoreWriter
+from tracestore.words import plural
+
+LABEL, GROUP = "label", "group"
+_MAX_NAMES = 8
+_OF_LAYOUT = " of the layout"
+
+
+def origin_of(name: str) -> str:
+    """Return where the values of a score come from, as the store keeps it."""
+    return f"{name[: 1024 - len(_OF_LAYOUT)]}{_OF_LAYOUT}"
+
+
+def kind_of(value: float) -> str:
+    """Return what a label or score is counted as."""
+    return str(int(value)) if value in (0, 1) else "missing" if math.isnan(value) else "other"
+
+
+def is_of_layout(field: ScoreField) -> bool:
+    """Return whether the values of a score may be those of a line of a layout."""
+    return field.source is None or field.source.endswith(_OF_LAYOUT)
+
+
+def merged(known: dict[str, float], found: dict[str, float], record: TraceRecord) -> dict[str, float]:
+    """Return the labels of a trace with those of an earlier copy; rule 14: these agree."""
+    known = {name: value for name, value in known.items() if not math.isnan(value)}
+    for name, value in known.items():
+        if not math.isnan(other := found.get(name, math.nan)) and other != value:
+            raise InvalidInputError(
+                f"found {value:g} and {other:g} for {escape_unprintable(record.question_id, 60)}, sample "
+                f"{record.sample}: copies of a trace have one label",
+                position=record.position,
+                field=name,
+            )
+    return found | known
+
+
+class LeftValues:
+    """The stored values of committed traces that the files lack, and that earlier ones may have given.
+
+    Attributes
+    ----------
+    traces : set of int
+        The store indices of those traces.
+    """
+
+    def __init__(self) -> None:
+        self._lacking: dict[tuple[str, int], tuple[set[str], bool]] = {}
+        self.traces: set[int] = set()
+
+    def add(self, key: tuple[str, int], scores: set[str], *, may_have_group: bool) -> None:
+        """Add a trace with the names of the scores that its file lacks, "label" included."""
+        self._lacking[key] = scores, may_have_group
+
+    def count(
+        self,
+        key: tuple[str, int],
+        given: tuple[Mapping[str, float], float | None, str | None],
+        columns: Columns,
+        index: int,
+    ) -> None:
+        """Count a trace if the scores, the label and the group that it is given leave a value that its file lacks."""
+        if key not in self._lacking:
+            return
+        (names, may_have_group), (scores, label, group) = self._lacking[key], given
+        *stored, own_label, own_group = stored_values(columns, index, names & columns.scores.keys() - scores.keys())
+        stored += [own_label] * (LABEL in names and label is None) + [own_group] * (may_have_group and group is None)
+        if not all(map(is_none, stored)):
+            self.traces.add(index)
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line about the counted traces."""
+        if self.traces:
+            yield (
+                f"{plural(len(self.traces), 'stored trace')} with a score, label, group or text that the files lack, and that "
+                "earlier ones may have given: it stays; --overwrite begins without it"
+            )
+
+
+def earlier_note(
+    writer: StoreWriter, own: np.ndarray, given: Collection[str], with_group: Container[tuple[str, int]] | None
+) -> Iterator[str]:
+    """Yield a line about stored values that no line or scores file of a conversion gives.
+
+    Parameters
+    ----------
+    writer : StoreWriter
+    own : np.ndarray
+        Whether a source of the conversion has each committed trace.
+    given : collection of str
+        The scores that the conversion gives, and "label".
+    with_group : container or None
+        The keys of traces with a group; None if the conversion gives all groups.
+    """
+    columns, fields = writer.read_columns(), writer.attributes.scores
+    known = own & (np.arange(len(own)) < len(own) - writer.num_added)
+    left = {
+        f"{name} ({escape_unprintable(fields[name].source or 'unknown', 60)})": int((known & ~np.isnan(values)).sum())
+        for name, values in columns.scores.items()
+        if name not in given
+    }
+    left[LABEL] = 0 if LABEL in given else int((known & ~np.isnan(columns.labels)).sum())
+    if with_group is not None and len(columns.groups):
+        has_group = np.flatnonzero(known & (np.diff(columns.groups_offsets) > 0))
+        left[GROUP] = sum(key not in with_group for key in keys_of(writer.index, has_group))
+    shown = [f"{name} of {plural(count, 'trace')}" for name, count in left.items() if count]
+    if shown:
+        yield f"stored values that may be of earlier files stay: {some_of(shown, _MAX_NAMES)}; --overwrite begins without them"
+
+
+def gone_note(writer: StoreWriter, present: Set[str], read: Set[str], seen: Set[int]) -> Iterator[str]:
+    """Yield a line about stored traces that the files of a conversion do not have.
+
+    Parameters
+    ----------
+    writer : StoreWriter
+    present, read : set of str
+        The names of all sources, and of those that were read.
+    seen : set of int
+        The store indices of the traces that were read although the store had them.
+    """
+    count = writer.manifest.num_traces - writer.num_added
+    paths = [writer.moved.get(source.path, source.path) for source in writer.index.sources()]
+    may_be_gone = np.array([path in read or path not in present for path in paths], bool)
+    if count and may_be_gone.any():
+        is_gone = may_be_gone[writer.index.read_column("source")[:count]]
+        is_gone[[index for index in seen if index < count]] = False
+        if num_gone := int(is_gone.sum()):
+            stored = plural(num_gone, "trace")
+            yield f"stored, but not from the present files: {stored}; --overwrite begins without them"
