@@ -87,6 +87,17 @@ def test_atomic_write_touches_no_other_file(monkeypatch, tmp_path, has_unnamed_f
     assert (tmp_path / "page.html").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
+def test_a_new_file_has_no_other_name_before(monkeypatch, tmp_path):
+    if (fd := platform_support.open_unnamed(tmp_path)) is None:
+        pytest.skip("the file system has no unnamed files")
+    os.close(fd)
+    names = []
+    monkeypatch.setattr(fsio, "name_file", lambda fd, path: (names.append(path), platform_support.name_file(fd, path)))
+    for _ in range(2):
+        fsio.write_atomic(tmp_path / "a", b"data")
+    assert names[:2] == [tmp_path / "a"] * 2 and len(names) == 3  # the second file replaces the first one
+
+
 def test_unnamed_files_need_linux(no_linux, tmp_path):
     assert platform_support.open_unnamed(tmp_path) is None
 

@@ -280,6 +280,18 @@ def check_destination(path: Path) -> None:
         raise UsageError(f"cannot write {path}: the folder is not writable")
 
 
+def _is_new(unnamed: int, path: Path, temporary: Path | None) -> bool:
+    """Give an unnamed file its name, so that a killed process leaves no other; if it exists, a temporary one instead."""
+    try:
+        name_file(unnamed, path)
+    except FileExistsError:
+        if temporary is None:
+            raise
+        name_file(unnamed, temporary)
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def atomic_write(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     """Open a file that appears at `path` when the block ends without an exception, and never partially.
@@ -298,9 +310,8 @@ def atomic_write(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
             file.flush()
             with with_filename(path):
                 os.fsync(file.fileno())
-            if unnamed is not None:
-                name_file(unnamed, temporary)
-        if overwrite or not rename_exclusive(temporary, path):
+            is_named = unnamed is not None and _is_new(unnamed, path, temporary if overwrite else None)
+        if not is_named and (overwrite or not rename_exclusive(temporary, path)):
             if not overwrite and os.path.lexists(path):
                 raise FileExistsError(path)
             retry_eintr(os.rename, temporary, path)
