@@ -81,8 +81,8 @@ check-resolution: install
 test-pythons: install
 	$(BIN)/nox
 
-# Two test processes with one torch thread each: threads beyond the number of cores would spin.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Three test processes for two cores, because many tests wait, with one torch thread each: more threads would spin.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # All tests not marked "long". Making a file takes a twentieth of the time in memory; `make check` uses the disk.
 test: install
