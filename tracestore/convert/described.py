@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.builtin.parts import Part, sources_in_order
 from tracestore.ingest.execute.execution import Execution
+from tracestore.ingest.execute.table_accounts import HasTrace
 from tracestore.ingest.exports.export_manifest import find_export
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.left_values import GROUP, LABEL, LeftValues, is_of_layout, kind_of, merged, origin_of
@@ -50,7 +51,6 @@ class DescribedRun:
     Attributes
     ----------
     parts, order, score_files
-        Those that were given.
     sources : list of SourceFile
         In the order of their files.
     read : set of str
@@ -318,12 +318,12 @@ class DescribedRun:
             self._keep_layouts(writer)
         writer.commit(are_open=bool(self.deferred))
 
-    def close(self, has_id: Callable[[str], bool]) -> Iterator[str]:
+    def close(self, has_trace: HasTrace) -> Iterator[str]:
         """Close the accounts, and yield the lines of `Execution.close`."""
         for execution in self._executions:
             if execution.account.is_read and self._needs_equal(execution):
                 raise InvalidInputError("no trace has the states of another one; remove it", field="duplicates")
-            yield from execution.close(has_id)
+            yield from execution.close(has_trace)
 
     def release(self) -> None:
         """Close the files that were looked at, if another process reads them."""

@@ -363,7 +363,7 @@ class Conversion:
         if self._unread and self.described.needs_all():
             self._check_interrupt()
             raise UnreadSourceError
-        self._say(self.described.close(lambda text: writer.index.find(text) >= 0))
+        self._say(self.described.close(lambda *key: writer.index.find(*key) >= 0))
         self._say(self.scoring.check_ids(writer, can_refuse=self._need_ids))
 
     def _say(self, lines: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import tracestore
 from tests.convert.repeated import folders
 from tests.convert.repeated.sequences import run, values
-from tests.helpers import command, convert, error_of, make_trace, tree_bytes, write_pickle
+from tests.helpers import command, convert, error_of, field_flags, make_trace, tree_bytes, write_pickle
 from tests.tiers import long
 from tracestore.convert import cutting
 from tracestore.convert.runner import Conversion
@@ -263,3 +263,22 @@ def test_a_label_that_changes_inside_a_large_file_is_found(tmp_path, k):
     assert "its time has changed" in convert(data, store).stdout
     assert tree_bytes(store / "segments") == before
     assert "(1 file already in the store" in convert(data, store).stdout
+
+
+@pytest.mark.parametrize("names", ["id", "id, sample"])
+def test_the_rows_of_stored_traces_are_not_left_over_next_to_a_new_one_without_a_row(tmp_path, names):
+    states = np.random.default_rng(0).standard_normal((4, 3, 5, 8)).astype("f2")
+    (tmp_path / "in").mkdir()
+    has_samples = names != "id"
+    pattern, row = ("{id}_{sample}.npz", "id=id, sample=s") if has_samples else ("{id}.npz", "id=id")
+    lines = [f"hidden_states = {pattern} : hs -> L S D", f"is_correct = t.csv : [{row}]/ok"]
+    (tmp_path / "in/t.csv").write_text("id,s,ok\nq0,0,1\nq0,1,0\nq1,0,1\n" if has_samples else "id,ok\nq0,1\nq1,0\n")
+    files = ("q0_0", "q0_1", "q1_0", "q1_1") if has_samples else ("q0", "q1", "q2")
+    for k, name in enumerate(files):
+        np.savez(tmp_path / f"in/{name}.npz", hs=states[k])
+        if k == len(files) - 2:
+            command("convert", tmp_path / "in", tmp_path / "s.zarr", *field_flags(*lines), check=0)
+    done = command("convert", tmp_path / "in", tmp_path / "s.zarr", check=0)
+    assert f"is_correct: 0 rows of t.csv joined by {names}, 1 trace without a row" in done.stdout
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert np.isnan(store.scores).tolist() == [False] * (len(files) - 1) + [True]

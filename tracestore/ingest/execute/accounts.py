@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -14,6 +14,7 @@ from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.row_numbers import RowNumbers, key_words
 from tracestore.ingest.execute.shown_traces import ShownTraces
 from tracestore.ingest.execute.table_accounts import (
+    HasTrace,
     KeptValues,
     MissingRow,
     TableAccount,
@@ -283,13 +284,13 @@ class RunAccount:
                 found, missing = files[place.address.files.text], self._missing.get(place, ())
                 self.tables += table_accounts(column, found, missing, self.kept, self._plan)
 
-    def close(self, has_id: Callable[[str], bool]) -> Iterator[str]:
+    def close(self, has_trace: HasTrace) -> Iterator[str]:
         """Close the accounts of the run, and yield a line for each table.
 
         Parameters
         ----------
-        has_id : callable
-            Return whether the store has a trace of an id, for rows that earlier runs used.
+        has_trace : callable
+            Return whether the store has a trace of an id and a sample, for rows that earlier runs used.
 
         Raises
         ------
@@ -305,7 +306,7 @@ class RunAccount:
                 str(a) for a in self._plan.left_out if a.path and self._trees[a.files.text].at(a.path).is_found
             }
         for _, tables in groupby(self.tables, lambda table: (table.field, table.address)):
-            yield close_table(list(tables), has_id, is_whole=self.is_whole)
+            yield close_table(list(tables), has_trace, is_whole=self.is_whole)
         is_numbered = "L.ids" in {*self._plan.layout.addresses, *self._plan.layout.settings}
         for address in self._plan.left_out if self._is_stated and not is_numbered else ():
             if address.path and _LAYER_NUMBERS.fullmatch(address.path[-1].text):

@@ -23,6 +23,7 @@ _IN_ORDER = ("in order", "by position")
 SHARED = frozenset(("question", "question_id", "group", RECORDS))
 MissingRow = tuple[tuple[Any, ...], tuple[str, str]]  # of a trace, see `TraceColumns`
 Numbers = set[tuple[str, int]]  # of keys, with the rest of them
+HasTrace = Callable[[str, int], bool]  # whether the store has a trace of an id and a sample
 
 
 def end_text(row: tuple[Any, ...]) -> str:
@@ -166,7 +167,7 @@ class TableAccount:
     not_kept: dict[str, str]
     is_of_all: bool
 
-    def close(self, has_id: Callable[[str], bool], *, is_whole: bool) -> tuple[int, int, int, int]:
+    def close(self, has_trace: HasTrace, *, is_whole: bool) -> tuple[int, int, int, int]:
         """Return how many rows serve traces, those that are left out, and none, and how many traces have no row.
 
         Raises
@@ -176,7 +177,10 @@ class TableAccount:
         """
         unused, missing = self.unused, self.missing
         if self.joined_by == "by id":
-            unused = [key for key in unused if not has_id(key)]
+            unused = [key for key in unused if not has_trace(key, 0)]
+        elif self.joined_by == "by id, sample":
+            parts = [key.rpartition(", ") for key in unused]
+            unused = ["".join(p) for p in parts if not (p[2].isdecimal() and has_trace(p[0], int(p[2])))]
         num_rows, num_used = len(self.rows), len(self.rows) - len(self.unused) - self.num_left_out
         if self.source and self.joined_by in _IN_ORDER and (unused or missing) and is_whole:
             found = f"{num_rows:,} rows in order belong to {num_used + len(missing):,} traces"
@@ -197,12 +201,12 @@ class TableAccount:
         return num_used, self.num_left_out, len(unused), len(missing)
 
 
-def close_table(files: list[TableAccount], has_id: Callable[[str], bool], *, is_whole: bool) -> str:
+def close_table(files: list[TableAccount], has_trace: HasTrace, *, is_whole: bool) -> str:
     """Return how the rows of the files of a table were joined; see `TableAccount.close`."""
     counts = []
     for file in files:
         with error_location(file.source):
-            counts.append(file.close(has_id, is_whole=is_whole))
+            counts.append(file.close(has_trace, is_whole=is_whole))
     num_used, num_left_out, num_unused, num_missing = map(sum, zip(*counts, strict=True))
     rest = f", {num_left_out:,} of traces that are left out" if num_left_out else ""
     rest += f", {num_unused:,} without a trace" if num_unused else ""
