@@ -238,7 +238,8 @@ class Scoring:
         for index, key in enumerate(keys_of(writer.index)):
             row, label = file.row_of(*key), math.nan if is_label_lost[index] else None
             if row is None:
-                num_kept += int(is_own[index] and is_scored[index])
+                has_group = file.has_groups and values.columns.group(index) != ""
+                num_kept += int(is_own[index] and (is_scored[index] or has_group))
                 if label is not None:
                     values.set(index, {}, label, None)
                 continue
@@ -251,7 +252,7 @@ class Scoring:
         values.commit()
         name = escape_unprintable(file.path.name, 60)
         self._changes = [f"{name}: {line}" for line in values.lines()]
-        self._changes += without_row_note(num_kept, name, file.name)
+        self._changes += without_row_note(num_kept, name, file.name + " or the group" * file.has_groups)
 
     def has_stored(self, writer: StoreWriter) -> bool:
         """Return whether all values of a store may be those that a conversion without an earlier one gives."""

@@ -270,3 +270,12 @@ def test_a_value_that_an_export_no_longer_has_is_refused_or_named(tmp_path, name
     convert(tmp_path / "exported", tmp_path / "s.zarr", "--on-conflict", "keep-last")
     store = tracestore.open(tmp_path / "s.zarr")
     assert np.isnan(store.labels).all() if name == "label" else [trace.group for trace in store] == ["", ""]
+
+
+def test_a_row_that_gave_a_group_and_is_gone_is_counted_also_if_the_score_has_another_name(tmp_path, data):
+    write_pickle(data / "a.pkl", [make_trace(k, tokens=4) for k in range(2)])
+    (data / "scores.csv").write_text("question_id,bleurt_score,group\nq0,0.2,g\nq1,0.9,h\n")
+    command("convert", data, tmp_path / "s.zarr", check=0)
+    (data / "scores.csv").write_text("question_id,rouge_l,group\nq0,0.2,g\n")
+    done = command("convert", data, tmp_path / "s.zarr", check=0)
+    assert "1 stored trace without a row in scores.csv: the score rouge_l or the group stays unchanged" in done.stdout
