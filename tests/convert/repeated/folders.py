@@ -99,8 +99,9 @@ def _compared(done, new, store, fresh, said, choice, source):
         explained = any(text in done.stderr for text in ("--on-conflict", "--overwrite", "no line", "no file"))
         return [] if explained or new.returncode else [("a refusal that names no flag", done.stderr)]
     if new.returncode:
-        # An id is that of a stored trace; --skip-bad has left out every file, and printed that.
-        is_left = any(text in new.stderr for text in ("no id of it is that of a trace", "no file could be converted"))
+        # An id is that of a stored trace; --skip-bad has left out every file, and printed that; another file had the value.
+        texts = ("no id of it is that of a trace", "no file could be converted", "the files hold no such value")
+        is_left = any(text in new.stderr for text in texts)
         return [] if choice == "keep-first" or is_left else [("accepted", new.stderr)]
     (found, default, owners), (expected, wanted_default, _) = values(store), values(fresh)
     wrong, is_gone_said = [], "stored, but not from the present files" in done.stdout
