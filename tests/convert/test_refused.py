@@ -258,3 +258,15 @@ def test_the_advice_about_layers_names_no_other_files(tmp_path):
         and "-> S L D; where that changed, --overwrite" in error
     )
     assert ".pkl" not in error
+
+
+def test_files_that_a_table_refuses_are_named_with_the_table(tmp_path):
+    (tmp_path / "in").mkdir()
+    for k in range(2):
+        np.savez(tmp_path / f"in/q{k}.npz", hs=np.ones((3, 4 + k, 8), "f2"))
+    (tmp_path / "in/t.jsonl").write_text('{"id": "q0", "ok": 1}\n{"id": "q1", "ok": 0}\n')
+    lines = field_flags("hidden_states = {id}.npz : hs -> L S D", "is_correct = t.jsonl : [id=id]/ok")
+    command("convert", tmp_path / "in", tmp_path / "s.zarr", *lines, check=0)
+    (tmp_path / "in/t.jsonl").write_text("")
+    done = command("convert", tmp_path / "in", tmp_path / "s.zarr", *lines, "--skip-bad", check=0)
+    assert "skipped 2 files (q0.npz, q1.npz): t.jsonl: the file is empty" in done.stdout

@@ -122,7 +122,9 @@ class SourceNotes:
         self._report, self._options, self._output = report, options, output
         self.without_traces: list[NoTracesError] = []
         self._known: dict[str, list[str]] = {}  # names of sources that the store has, by the note
-        self._refused_files: dict[str, list[list[InvalidInputError]]] = {}  # of which no trace is stored, by the reason
+        self._refused_files: dict[
+            str, dict[str, list[InvalidInputError]]
+        ] = {}  # without a stored trace, by the reason and name
 
     def begin(self, store: Path | RemoteURL, *, is_new: bool) -> None:
         """Open the list of refused traces; see RefusedTraces."""
@@ -154,7 +156,8 @@ class SourceNotes:
         self.list_refused(name, refused)
         first = refused[0]
         reason = first.reason if first.field is None else f"{first.field}: {first.reason}"
-        self._refused_files.setdefault(reason, []).append(refused)
+        reason = reason if first.source == name else f"{first.source}: {reason}"  # a table of several files
+        self._refused_files.setdefault(reason, {})[name] = refused
 
     def list_refused(self, name: str, errors: Sequence[InvalidInputError]) -> None:
         """Add the refused traces of a source to the list next to the store."""
@@ -184,9 +187,9 @@ class SourceNotes:
         groups = list(self._refused_files.items())
         for reason, files in groups[:MAX_REFUSED_LINES]:
             if len(files) == 1:
-                self.print_refused(files[0])
+                self.print_refused(*files.values())
             else:
-                shown = some_of([str(errors[0].source) for errors in files], max_length=60)
+                shown = some_of(list(files), max_length=60)
                 self._output.info(f"skipped {plural(len(files), 'file')} ({shown}): {reason}")
         if rest := sum(len(files) for _, files in groups[MAX_REFUSED_LINES:]):
             self._output.info(f"skipped {plural(rest, 'more file')}; {self._refused.path} lists all")
