@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 
-def assert_within(factor, work, reference, *, rounds=25, clock=time.process_time):
+def assert_within(factor, work, reference, *, rounds=60, clock=time.process_time):
     """Assert that `work` takes less than `factor` times the time of `reference`, both functions without arguments.
 
     Other programs only add to a time, so the least of all rounds is compared: of two runs of the reference or more, and
