@@ -1,4 +1,4 @@
-"""A benchmark that is killed at random moments leaves no results that look complete and are not."""
+"""A benchmark that is killed at random moments leaves no results that look complete and are not; Ctrl-C is one line."""
 
 import json
 import os
@@ -51,6 +51,25 @@ def test_a_killed_benchmark_leaves_nothing_that_looks_complete(tmp_path):
         whole += check(out, expected)
     assert run(out, NAMES) == 0 and check(out, expected)
     print(f"{KILLS} kills of a benchmark of {duration:.1f} s: complete results after {whole}")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_an_interrupted_benchmark_ends_with_one_line(tmp_path):
+    """Whatever its processes do: they start, measure or wait for a detector."""
+    words = ["benchmark", write_published(tmp_path / "s.zarr"), "--detectors", NAMES, "--workers", 2, "--folds", 2]
+    words = [sys.executable, "-m", "tracestore", *map(str, words)]
+    rng = random.Random(0)
+    for k in range(KILLS):
+        with subprocess.Popen(
+            [*words, "--output-dir", str(tmp_path / str(k))], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, start_new_session=True,
+        ) as process:  # fmt: skip
+            assert process.stdout.readline()  # the command has begun
+            time.sleep(rng.uniform(0, 10))
+            os.killpg(process.pid, signal.SIGINT)
+            code, said = process.wait(60), process.stderr.read()
+        assert code == 0 or (code, said.count("\n")) == (130, 1), said
 
 
 def check(out, expected):

@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -263,7 +264,10 @@ def measure_all(
         yield from (measure(job, None) for job in jobs)
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-    threads = ThreadPoolExecutor(workers)
+    # Ctrl-C is for this process: what a thread starts inherits its signal mask, from the first instruction on.
+    threads = ThreadPoolExecutor(
+        workers, initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, {signal.SIGINT})
+    )
     try:
         # The last ones of the registry take the longest, and begin first.
         futures = [threads.submit(measure, job, pool) for job in reversed(jobs)]
@@ -271,6 +275,8 @@ def measure_all(
     finally:
         cancelled.set()
         threads.shutdown(wait=False, cancel_futures=True)
+        for process in list((pool._processes or {}).values()):
+            process.kill()  # it waits for a job, or its job is not wanted
         pool.shutdown(cancel_futures=True)
         threads.shutdown()
 
