@@ -1,13 +1,19 @@
-"""Folders of many forms that change at random: samples, tables, layers, batches, rows, classes, scores files."""
+"""Folders of many forms that change at random: samples, tables, layers, batches, rows, groups, classes, scores files."""
 
 import json
 import shutil
 
+import h5py
 import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
 
 from tests.helpers import field_flags, make_trace, write_pickle
 
-FORMS = ("samples", "share", "tables", "layers", "batches", "order", "inside", "classes", "rows", "pkl", "scores")
+FORMS = (
+    "samples", "share", "tables", "layers", "batches", "order", "inside", "classes", "rows", "parquet", "arrow", "hdf5",
+    "pkl", "scores",
+)  # fmt: skip
 _COLUMNS = {"is_correct": "ok", "correctness.f1": "f1", "group": "g", "generated_answer": "text"}
 _STATES = {
     "samples": ["hidden_states = {id}_{sample}.npz : hs -> L S D"],
@@ -19,10 +25,20 @@ _STATES = {
     "inside": ["hidden_states = {n}.npz : hs -> L S D", "question_id = {n}.npz : id"],
     "classes": ["hidden_states = {verdict}/{id}.npz : hs -> L S D", "is_correct = ={verdict}"],
     "rows": ["hidden_states = {n}.jsonl : [id=qid]/hs -> L S D"],
+    "parquet": ["hidden_states = {n}.parquet : [id=qid]/hs -> L S D"],
+    "arrow": ["hidden_states = {n}.arrow : [id=qid]/hs -> L S D"],
+    "hdf5": ["hidden_states = {n}.h5 : {id}/hs -> L S D"],
     "pkl": [],
     "scores": [],
 }
-_OF_FILE = {"inside": "{n}.npz : ", "rows": "{n}.jsonl : [id=qid]/"}
+_OF_FILE = {
+    "inside": "{n}.npz : ",
+    "hdf5": "{n}.h5 : {id}/",
+    "rows": "{n}.jsonl : [id=qid]/",
+    "parquet": "{n}.parquet : [id=qid]/",
+    "arrow": "{n}.arrow : [id=qid]/",
+}
+_OF_ROWS = {"rows", "parquet", "arrow", "hdf5", "pkl"}  # a file has any traces, with their values
 _KEYS = {"ok": "is_correct", "f1": "f1", "g": "group", "text": "generated_answer_clean"}
 
 
@@ -62,7 +78,7 @@ class Folder:
             others = [t["ok"] for k, t in self.traces.items() if k[0] == key[0]]
             self.traces[key]["ok"] = others[0]
         self.rows.insert(self.rng.randrange(len(self.rows) + 1) if self.form != "order" else len(self.rows), key)
-        many = self.form in ("batches", "order", "rows", "pkl", "scores")
+        many = self.form in {"batches", "order", "scores", *_OF_ROWS}
         if many and self.files and (self.form == "order" or self.rng.random() < 0.5):
             self.files[self.rng.choice(sorted(self.files))].append(key)
         else:
@@ -157,7 +173,7 @@ class Folder:
 
     def remove_file(self):
         """Remove a file, of which another one may have a trace, too."""
-        if len(self.files) < 2 or self.form not in ("inside", "pkl", "rows", "scores", "batches"):
+        if len(self.files) < 2 or self.form not in {"inside", "scores", "batches", *_OF_ROWS}:
             return None
         name = self.rng.choice(sorted(self.files))
         for key in self.files.pop(name):
@@ -168,7 +184,7 @@ class Folder:
     def move(self):
         """Move a trace to another file."""
         names = sorted(self.files)
-        if self.form not in ("batches", "rows", "pkl", "scores") or len(names) < 2:
+        if self.form not in {"batches", "scores", *_OF_ROWS} or len(names) < 2:
             return None
         one, two = self.rng.sample(names, 2)
         key = self.files[one].pop(self.rng.randrange(len(self.files[one])))
@@ -181,7 +197,7 @@ class Folder:
     def copy(self):
         """Copy a trace into another file."""
         names = sorted(self.files)
-        if self.form not in ("inside", "pkl", "rows") or not names:
+        if self.form not in {"inside", *_OF_ROWS} or not names:
             return None
         key = self.rng.choice(self.files[self.rng.choice(names)])
         if self.form == "inside" or self.rng.random() < 0.5:
@@ -195,7 +211,7 @@ class Folder:
         if self.form == "order":
             return None
         name = self.rng.choice(sorted(self.files))
-        if self.form in ("batches", "inside", "rows", "pkl", "scores", "classes"):
+        if self.form in {"batches", "inside", "scores", "classes", *_OF_ROWS}:
             new = self.new_name(None)
             self.files[new] = self.files.pop(name)
             return name, new
@@ -308,12 +324,29 @@ class Folder:
         texts = {c: np.array(v or "") for c, v in values.items() if c in ("g", "text")}
         np.savez(self.root / f"{name}.npz", hs=self.states(keys[0]), id=np.array(keys[0][0]), **numbers, **texts)
 
+    def _rows(self, keys):
+        values = [(key, self.traces[key]) for key in keys]
+        return [{"qid": k[0], "hs": self.states(k).tolist()} | {c: v[c] for c in self.columns} for k, v in values]
+
     def _save_rows(self, name, keys):
-        rows = []
-        for key in keys:
-            trace = self.traces[key]
-            rows.append({"qid": key[0], "hs": self.states(key).tolist()} | {c: trace[c] for c in self.columns})
-        (self.root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (self.root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self._rows(keys)))
+
+    def _save_parquet(self, name, keys):
+        parquet.write_table(pa.Table.from_pylist(self._rows(keys)), self.root / f"{name}.parquet")
+
+    def _save_arrow(self, name, keys):
+        table = pa.Table.from_pylist(self._rows(keys))
+        with pa.ipc.new_file(self.root / f"{name}.arrow", table.schema) as file:
+            file.write_table(table)
+
+    def _save_hdf5(self, name, keys):
+        with h5py.File(self.root / f"{name}.h5", "w") as file:
+            for key in keys:
+                group, trace = file.create_group(key[0]), self.traces[key]
+                group["hs"] = self.states(key)
+                for column in self.columns:
+                    if trace[column] is not None:
+                        group[column] = trace[column]
 
     def _save_pkl(self, name, keys):
         rows = []
