@@ -29,7 +29,7 @@ def sources(tmp_path):
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_traces_arrive_in_order_within_the_memory_limit(sources, workers, max_waiting_traces):
     options = PackOptions(attention="mean", keep_dtype=False)
-    largest = max(t.memory_bytes for s in sources for t in packed_traces(s, options))
+    largest = max(t.memory_bytes for s in sources for t in packed_traces(s, options, []))
     options = PackOptions(attention="mean", keep_dtype=False, max_waiting=int(max_waiting_traces * largest))
     ids, peak_bytes = [], 0
     for stream in read_sources(sources, options, workers=workers, is_known=lambda *_: False, on_wait=lambda: None):
@@ -99,7 +99,7 @@ def test_a_packed_trace_holds_no_buffer_of_its_source(sources):
     path = sources[0].path.with_suffix(".pkl.gz")
     write_pickle(path, make_traces(3, tokens=300, dim=1024))
     [source] = find_sources([path], path.parent / "s.zarr")
-    for trace in packed_traces(source, PackOptions(attention="mean", keep_dtype=False)):
+    for trace in packed_traces(source, PackOptions(attention="mean", keep_dtype=False), []):
         for stored in trace.arrays["hidden_states"]:
             # Bytes of one layer alone, which depend on how the file was inflated, are as good as a copy.
             assert stored.base is None or len(stored.base) == stored.nbytes

@@ -37,11 +37,7 @@ class NoSourceError(UsageError):
 
 
 def described_run(
-    arguments: list[Path],
-    folder: Path,
-    options: ConvertOptions,
-    output: Output,
-    whole: Container[Path] | None = None,
+    arguments: list[Path], folder: Path, options: ConvertOptions, output: Output, whole: Container[Path] | None = None
 ) -> DescribedRun:
     """Return the conversion of files by the layout of the options, or by those that are found.
 
@@ -255,8 +251,7 @@ def _by_argument(arguments: list[Path], folder: Path) -> list[Group]:
     for argument in arguments:
         files = {n: p for n, p in list_files([argument], folder).items() if os.path.realpath(p) not in seen}
         seen |= {os.path.realpath(path) for path in files.values()}
-        is_file = not argument.is_dir()
-        if is_file and groups and not groups[-1][0][0].is_dir() and not groups[-1][1].keys() & files.keys():
+        if groups and not (argument.is_dir() or groups[-1][0][0].is_dir() or groups[-1][1].keys() & files.keys()):
             groups[-1][0].append(argument)
             groups[-1][1].update(files)
         else:

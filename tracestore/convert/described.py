@@ -22,7 +22,7 @@ from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.stored_values import ChangedValues, is_none, stored_values
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.read.columns import Columns
+from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.vocabulary import JUDGMENTS
 from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.pack import PackedTrace
@@ -121,8 +121,7 @@ class DescribedRun:
         self._layer_ids = self._layer_ids or [record.layer_ids]
         (known,) = self._layer_ids
         if record.layer_ids != known:
-            expected = "none" if known is None else list(known)
-            found = "none" if record.layer_ids is None else list(record.layer_ids)
+            found, expected = ("none" if ids is None else list(ids) for ids in (record.layer_ids, known))
             raise InvalidInputError(
                 f"found {found!s:.80}, expected {expected!s:.80} as in the first source", field="layer_ids"
             )
@@ -139,11 +138,7 @@ class DescribedRun:
             self._stated = source.export.stated
             return
         stated = frozenset[str]() if source.described is None else source.described.stated
-        origins = {name: field.source for name, field in writer.attributes.scores.items()}
-        of_files = {name for name in stated if origins.get(score_of(name)) == origin_of(name)}
-        if self._are_of_lines(writer):
-            of_files.add(GROUP)
-        self._stated = stated & {*self._own, *of_files}
+        self._stated = frozenset(name for name in stated if self._gives(name, writer))
 
     def needs_all(self) -> bool:
         """Return whether others than the sources that were read may have what a line or an entry names, or rows of a table."""
@@ -160,8 +155,8 @@ class DescribedRun:
         what = None if source.described is None else source.described.what
         return known if what is None else replace(known or Provenance(), hidden_states_at=what)
 
-    def add(self, packed: PackedTrace, writer: StoreWriter) -> dict[str, float]:
-        """Count the labels and scores of a trace; return its named scores that are stored at once.
+    def add(self, packed: PackedTrace, writer: StoreWriter) -> None:
+        """Count a trace by its states, and define its named scores that are stored at once.
 
         Raises
         ------
@@ -170,7 +165,6 @@ class DescribedRun:
         """
         self._add_states(packed)
         self._define_scores(packed.record.scores, writer)
-        return packed.record.scores
 
     def fits(self, block: TraceBlock) -> bool:
         """Return whether add() refuses no trace of a block."""
@@ -349,18 +343,23 @@ class DescribedRun:
         values.commit([number for number in closed if writer.index.source(number).path in self.read])
         self._changes = [*values.lines(), *self.left.lines()]
 
-    def _values(self, key: tuple[str, int]) -> tuple[dict[str, float], float | None, str | None]:
-        """Return the scores, the label and the group that fill() gives a committed trace."""
+    def _values(self, key: tuple[str, int]) -> TraceValues:
+        """Return what fill() gives a committed trace."""
         found, no_group = self.deferred.get(key, {}), "" if key in self._without_group else None
         scores = {name: value for name, value in found.items() if name != LABEL}
-        return scores, found.get(LABEL), None if self.has_group_column else self._groups.get(key, no_group)
+        group = None if self.has_group_column else self._groups.get(key, no_group)
+        return TraceValues(scores, found.get(LABEL), group)
 
     def given(self, writer: StoreWriter) -> set[str]:
-        """Return the scores and "label" that the lines give: not a score that another command has defined since."""
-        origins = {name: field.source for name, field in writer.attributes.scores.items()}
-        names = {n for n in self._directions if n in self._own or origins.get(score_of(n)) == origin_of(n)}
-        is_label = LABEL in self._directions and self._are_of_lines(writer)
-        return {score_of(name) for name in names} | ({LABEL} if is_label else set())
+        """Return the scores and "label" that the lines give."""
+        return {score_of(name) for name in self._directions if self._gives(name, writer)}
+
+    def _gives(self, name: str, writer: StoreWriter) -> bool:
+        """Return whether the lines give a score, "label" or "group": not one that another command has defined since."""
+        if name in (LABEL, GROUP):
+            return self._are_of_lines(writer)
+        stored = writer.attributes.scores.get(score_of(name))
+        return name in self._own or (stored is not None and stored.source == origin_of(name))
 
     def with_group(self, writer: StoreWriter) -> Collection[tuple[str, int]] | None:
         """Return the keys of traces to which a line gives a group; None if lines give all groups that are stored."""

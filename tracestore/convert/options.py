@@ -93,9 +93,7 @@ class ConvertOptions:
         None, "column of groups, which splits keep together (default: group)", metavar="NAME"
     )
     provenance: str | None = option(
-        None,
-        "model, layers and prompt of the traces (default: provenance.json in a SRC folder)",
-        metavar="JSON",
+        None, "model, layers and prompt of the traces (default: provenance.json in a SRC folder)", metavar="JSON"
     )
     allow_mixed_provenance: bool = option(False, ALLOW_HELP)
     attention: Literal["mean", "heads", "none"] | None = option(

@@ -52,11 +52,11 @@ class RefusedTraces:
         parent = Path() if isinstance(store, RemoteURL) else store.parent
         self.path = parent / f"{store.name}{SUFFIX}"
         self._lines: dict[str, list[str]] = {}
-        self._is_changed = False
+        self._is_outdated = False  # the file has lines of an older store
         if self.path.exists():
             self._read()
             if is_new:
-                self._is_changed, self._lines = bool(self._lines), {}
+                self._is_outdated, self._lines = bool(self._lines), {}
 
     def _read(self) -> None:
         try:
@@ -74,19 +74,15 @@ class RefusedTraces:
         return sum(map(len, self._lines.values()))
 
     def replace(self, source: str, errors: Sequence[InvalidInputError]) -> None:
-        """Set the refused traces of a source; an error without a position refuses the rest of the file."""
-        lines = [
-            json.dumps({"source": source, "position": e.position, "field": e.field, "reason": e.reason}) for e in errors
-        ]
-        if lines != self._lines.get(source, []):
-            self._lines[source] = lines
-            self._is_changed = True
+        """Set the refused traces of a source, and write the file atomically if they are others than it has.
 
-    def write(self) -> None:
-        """Write the file atomically; remove it if no trace is refused any more."""
-        if not self._is_changed:
+        An error without a position refuses the rest of the source. The file is removed if no trace is refused any more.
+        """
+        entries = ({"source": source, "position": e.position, "field": e.field, "reason": e.reason} for e in errors)
+        lines = list(map(json.dumps, entries))
+        if lines == self._lines.get(source, []) and not self._is_outdated:
             return
-        self._is_changed = False
+        self._lines[source], self._is_outdated = lines, False
         if not len(self):
             self.path.unlink(missing_ok=True)
             return
@@ -122,9 +118,8 @@ class SourceNotes:
         self._report, self._options, self._output = report, options, output
         self.without_traces: list[NoTracesError] = []
         self._known: dict[str, list[str]] = {}  # names of sources that the store has, by the note
-        self._refused_files: dict[
-            str, dict[str, list[InvalidInputError]]
-        ] = {}  # without a stored trace, by the reason and name
+        # Files without a stored trace, by the reason and name.
+        self._refused_files: dict[str, dict[str, list[InvalidInputError]]] = {}
 
     def begin(self, store: Path | RemoteURL, *, is_new: bool) -> None:
         """Open the list of refused traces; see RefusedTraces."""
@@ -162,7 +157,6 @@ class SourceNotes:
     def list_refused(self, name: str, errors: Sequence[InvalidInputError]) -> None:
         """Add the refused traces of a source to the list next to the store."""
         self._refused.replace(name, errors)
-        self._refused.write()
         self._report.num_traces_refused += len(errors)
 
     def print_refused(self, errors: Sequence[InvalidInputError]) -> None:

@@ -26,12 +26,8 @@ from tracestore.convert.refused import KEPT, SourceNotes, partial_fingerprint
 from tracestore.convert.scoring import Scoring
 from tracestore.convert.shared_traces import SharedTraces, UnreadSourceError
 from tracestore.convert.summary import ConvertReport, SourceCounts
-from tracestore.errors import (
-    InvalidInputError,
-    LateConflictError,
-    NoTracesError,
-    escape_unprintable,
-)
+from tracestore.errors import InvalidInputError, LateConflictError, NoTracesError, escape_unprintable
+from tracestore.ingest.execute.axes import LayerIds
 from tracestore.ingest.exports import EXPORT_FILE
 from tracestore.ingest.left_values import gone_note
 from tracestore.ingest.packing import PackOptions
@@ -164,12 +160,8 @@ class Conversion:
         return {"described": self.described, "provenances": self.provenances, "scoring": self.scoring}
 
     def known_provenances(self) -> list[Provenance]:
-        """Return the different provenances of the sources."""
-        known: list[Provenance] = []
-        for provenance in map(self._provenance, self.sources):
-            if provenance is not None and provenance not in known:
-                known.append(provenance)
-        return known
+        """Return the provenances of the sources."""
+        return [provenance for provenance in map(self._provenance, self.sources) if provenance is not None]
 
     def has_attention(self) -> bool | None:
         """Return whether the traces have attention; None if none has hidden states of all tokens."""
@@ -353,10 +345,8 @@ class Conversion:
 
     def _budget(self, writer: StoreWriter) -> int:
         """Return what the segments leave of the memory budget."""
-        budget = self._options.memory_budget
-        return (
-            budget if isinstance(self.store, Path) else budget_beside(writer.target.scratch, budget, self._most_pending)
-        )
+        budget, is_local = self._options.memory_budget, isinstance(self.store, Path)
+        return budget if is_local else budget_beside(writer.target.scratch, budget, self._most_pending)
 
     def _close_accounts(self, writer: StoreWriter) -> None:
         """Close the accounts of the layouts and of the scores file, when all sources are read."""
@@ -466,6 +456,7 @@ class Conversion:
             facts = first.facts_of(0) if isinstance(first, TraceBlock) else first
             record = None if facts is None else facts.record
             provenance = with_layers(self._provenance(stream.source), None if record is None else record.layer_ids)
+            layer_ids = None if provenance is None else provenance.layer_ids
             if record is not None:
                 self.described.check_layers(record)
             self.scoring.begin_source(stream.source)
@@ -479,14 +470,13 @@ class Conversion:
                         first = None
                         self._check_interrupt()
                         if isinstance(packed, TraceBlock):
-                            self._append_block(writer, packed, provenance, added)
+                            self._append_block(writer, packed, layer_ids, added)
                         else:
-                            self._append(writer, packed, provenance, added)
+                            self._append(writer, packed, layer_ids, added)
                         # Within a source the arrays so far stand for its bytes. A compressed source has fewer.
                         done = report.bytes_in + min(added.num_bytes, size)
-                        progress.update(
-                            done, self.total_bytes, lambda: plural(report.num_traces_read + added.num_new, "trace")
-                        )
+                        num_read = report.num_traces_read + added.num_new
+                        progress.update(done, self.total_bytes, lambda: plural(num_read, "trace"))
                         del packed
                     writer.flush_source()
                 added.refused = sorted([*added.refused, *stream.refused], key=_position)
@@ -503,15 +493,13 @@ class Conversion:
         writer.end_source(end)
         self._shared.end_source()
         self.described.read.add(name)
-        report.add(name, size, added)
+        report.add(size, added)
         self._notes.list_refused(name, added.refused)
         progress.clear()
         self._notes.print_refused([error.with_location(source=name) for error in added.refused])
 
-    def _append(
-        self, writer: StoreWriter, packed: PackedTrace, provenance: Provenance | None, added: SourceCounts
-    ) -> None:
-        """Add a trace to the open source, or to the refused ones."""
+    def _append(self, writer: StoreWriter, packed: PackedTrace, layer_ids: LayerIds, added: SourceCounts) -> None:
+        """Add a trace to the open source, whose layers have these numbers, or to the refused ones."""
         record, conflicts = packed.record, writer.keys.num_conflicts
         key = record.question_id, record.sample
         known, is_pending = writer.index.find(*key), writer.is_pending(key)
@@ -521,10 +509,10 @@ class Conversion:
             if not self.described.keeps_copies:
                 self._shared.check_copy(packed)
             scores, group = self.scoring.values(writer, packed)
-            ids = None if provenance is None else provenance.layer_ids
-            if record.layer_ids is not None and record.layer_ids != ids:
-                found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"
-                raise InvalidInputError(found, position=record.position, field="layer_ids")
+            if record.layer_ids is not None and record.layer_ids != layer_ids:
+                own, expected = list(record.layer_ids), list(layer_ids or ())
+                text = f"found {own!s:.80}, expected {expected!s:.80} as in the first trace"
+                raise InvalidInputError(text, position=record.position, field="layer_ids")
             if known < 0 and not is_pending and self._shared.has_under_another_id(packed):
                 found = "its file is unchanged, and the store has this trace under another id"
                 raise InvalidInputError(f"{found}; --overwrite converts all files again", position=record.position)
@@ -560,12 +548,9 @@ class Conversion:
         if replaces or self._options.on_conflict == "keep-last":
             self._shared.check(index, is_changed=replaces or is_conflict, is_last=not replaces)
 
-    def _append_block(
-        self, writer: StoreWriter, block: TraceBlock, provenance: Provenance | None, added: SourceCounts
-    ) -> None:
+    def _append_block(self, writer: StoreWriter, block: TraceBlock, layer_ids: LayerIds, added: SourceCounts) -> None:
         """Add traces that are written: all at once if they are new and fit, or else one after the other."""
-        ids = None if provenance is None else provenance.layer_ids
-        fits = all(block.facts[kind].record.layer_ids in (None, ids) for kind in np.unique(block.kinds).tolist())
+        fits = all(block.facts[kind].record.layer_ids in (None, layer_ids) for kind in np.unique(block.kinds).tolist())
         if fits and self._shared.fits(block) and self.scoring.fits(block) and writer.fits(block):
             self.scoring.add_block(writer, block)
             writer.append_block(block)
@@ -574,7 +559,7 @@ class Conversion:
             return
         for packed in block:
             self._check_interrupt()
-            self._append(writer, packed, provenance, added)
+            self._append(writer, packed, layer_ids, added)
 
     def _finish(self, writer: StoreWriter, elapsed_s: float) -> None:
         report, manifest = self.report, writer.manifest

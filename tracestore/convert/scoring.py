@@ -112,9 +112,9 @@ class Scoring:
         if self._export is not None:
             self._define_scores(writer, self._export)
             return record.scores, record.group
-        found = self._described.add(packed, writer)
+        self._described.add(packed, writer)
         if self.file is None:
-            return found, record.group
+            return record.scores, record.group
         self.set_label(packed)
         row, group = self.file.row_of(record.question_id, record.sample), record.group
         if row is None:
@@ -131,7 +131,7 @@ class Scoring:
             record.label = None  # fill() replaces the stored one
         if math.isnan(row.score):
             self._count_unscored(packed)
-        return {**found, self.file.name: row.score}, group
+        return {**record.scores, self.file.name: row.score}, group
 
     def _group(self, record: TraceRecord, row: ScoreRow) -> str:
         """Return the group of a trace with a row of the file, whose groups replace those inside of built-in layouts."""
@@ -273,9 +273,7 @@ class Scoring:
 
     def _given(self, writer: StoreWriter) -> set[str]:
         """Return the names of the scores that the conversion gives, and "label"."""
-        names = self._described.given(writer).union(
-            *(facts.scores for facts in self._exports), [LABEL] * bool(self._exports)
-        )
+        names = self._described.given(writer).union(*([LABEL, *facts.scores] for facts in self._exports))
         return names if self.file is None else names | {self.file.name, *([LABEL] if self.file.label_column else [])}
 
     def _with_group(self, writer: StoreWriter) -> Container[tuple[str, int]] | None:

@@ -87,9 +87,7 @@ class SourceCounts(AddedCounts):
         has_states = packed.num_tokens > 0
         has_texts = packed.field_bits & (FIELD_BITS["tokens"] | FIELD_BITS["tokens_decoded"])
         self.num_without_tokens += has_states and not has_texts and packed.edge_counts is None
-        self.num_without_last_state += (
-            has_states and record.tokens is not None and len(record.tokens) == packed.num_tokens + 1
-        )
+        self.num_without_last_state += has_states and record.num_ids == packed.num_tokens + 1
         self.num_made_up_ids += not record.has_own_id and record.question_id.endswith(f":{record.position}")
         # Most traces have neither, and an update of a counter takes as long as all of the above.
         if record.dropped:
@@ -151,7 +149,7 @@ class ConvertReport(AddedCounts):
     generation: int = 0
     skipped: list[dict[str, str]] = field(default_factory=list)
 
-    def add(self, name: str, size: int, found: SourceCounts) -> None:
+    def add(self, size: int, found: SourceCounts) -> None:
         """Add the counts of a source of that many bytes."""
         self.num_sources += 1
         self.bytes_in += size

@@ -1,14 +1,14 @@
 """Values of single traces: those that copies give, and stored ones that stay although the files do not give them."""
 
 import math
-from collections.abc import Collection, Container, Iterator, Mapping, Set
+from collections.abc import Collection, Container, Iterator, Set
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError, escape_unprintable, some_of
 from tracestore.ingest.stored_values import is_none, keys_of, stored_values
 from tracestore.store.format.labels import ScoreField
-from tracestore.store.read.columns import Columns
+from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
 from tracestore.words import plural
@@ -64,14 +64,8 @@ class LeftValues:
         """Add a trace with the names of the scores that its file lacks, "label" included."""
         self._lacking[key] = scores, may_have_group
 
-    def count(
-        self,
-        key: tuple[str, int],
-        given: tuple[Mapping[str, float], float | None, str | None],
-        columns: Columns,
-        index: int,
-    ) -> None:
-        """Count a trace if the scores, the label and the group that it is given leave a value that its file lacks."""
+    def count(self, key: tuple[str, int], given: TraceValues, columns: Columns, index: int) -> None:
+        """Count a trace if the values that it is given leave one that its file lacks."""
         if key not in self._lacking:
             return
         (names, may_have_group), (scores, label, group) = self._lacking[key], given

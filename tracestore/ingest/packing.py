@@ -54,15 +54,13 @@ class PackOptions(NamedTuple):
         return False if self.attention == "none" and not self.refuse_attention else None
 
 
-def packed_traces(
-    source: SourceFile, options: PackOptions, refused: list[InvalidInputError] | None = None
-) -> Iterator[PackedTrace]:
+def packed_traces(source: SourceFile, options: PackOptions, refused: list[InvalidInputError]) -> Iterator[PackedTrace]:
     """Yield the traces of one source, packed.
 
-    An InvalidInputError names file, position and field. With `skip_bad`, refused traces are appended to `refused`, and so is an error that ends a source after its
-    first trace.
+    An InvalidInputError names file, position and field. With `skip_bad`, refused traces are appended to `refused`, and
+    so is an error that ends a source after its first trace.
     """
-    on_refused = refused.append if options.skip_bad and refused is not None else None
+    on_refused = refused.append if options.skip_bad else None
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
     records = read_traces(source, options.need_attention, scratch=scratch, on_refused=on_refused)
     num_packed = 0
@@ -73,23 +71,19 @@ def packed_traces(
             except InvalidInputError as error:
                 if on_refused is None or error.is_whole_source or not (num_packed or refused):
                     raise
-                on_refused(error.with_location(position=num_packed + len(refused or ())))
+                on_refused(error.with_location(position=num_packed + len(refused)))
                 return
             if record is None:
                 return
             hidden_bytes = sum(layer.nbytes for layer in record.hidden or ())
-            record.is_borrowed |= any(
-                _is_view(layer, hidden_bytes) for layer in record.hidden or ()
-            )  # of a reader's memory
+            # Views of a reader's memory.
+            record.is_borrowed |= any(_is_view(layer, hidden_bytes) for layer in record.hidden or ())
             source_bytes = hidden_bytes + sum(array.nbytes for array in record.attention or ())
             try:
                 with error_location(source.name, record.position):
                     check_attention(record, options)
                     packed = pack_record(
-                        record,
-                        attention=options.attention,
-                        keep_dtype=options.keep_dtype,
-                        scratch=scratch,
+                        record, attention=options.attention, keep_dtype=options.keep_dtype, scratch=scratch
                     )
             except TruncatedFileError as error:
                 raise refusal(error).with_location(source=source.name, position=record.position) from None

@@ -48,9 +48,7 @@ def _read_sequences(root: Group) -> Iterator[TraceRecord]:
     sequences = layers_of(_array(root, "sequences"), "sequences", 2, "(L, D)")
     labels = _column(root, "labels", label_value, len(sequences))
     for position, question_id in enumerate(_column(root, "question_ids", question_id_text, len(sequences))):
-        yield TraceRecord(
-            question_id=question_id, position=position, last_token=sequences[position], label=labels[position]
-        )
+        yield TraceRecord(question_id, position=position, last_token=sequences[position], label=labels[position])
 
 
 def _read_graphs(root: Group, on_refused: OnRefused) -> Iterator[TraceRecord]:

@@ -4,7 +4,6 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path, PurePath
@@ -136,8 +135,7 @@ class ScoreRow(NamedTuple):
     label: float = math.nan
 
 
-@dataclass
-class ScoreTable:
+class ScoreTable(NamedTuple):
     """The columns and rows of a file.
 
     Attributes
@@ -273,8 +271,7 @@ def find_score_files(arguments: list[Path], files: Sequence[Path], named: str | 
         If a folder has several.
     """
     unread = [p for p in files if p.suffix in (".csv", ".tsv") and _has_predictions(p)]
-    named_so = [p for p in files if is_named_scores(p)]
-    found = [p for p in named_so if not (p.parent / EXPORT_FILE).is_file() and p not in unread]
+    found = [p for p in files if is_named_scores(p) and p not in unread and not (p.parent / EXPORT_FILE).is_file()]
     if named is not None:
         return FoundFiles([Path(named)], [p for p in (*found, *unread) if p != Path(named)])
     chosen = _chosen(found, {path for path in arguments if path.is_dir()})

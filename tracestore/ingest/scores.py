@@ -40,9 +40,8 @@ _MIN_LABELS = 10  # fewer may be those of the answers with wrong scores
 _METRIC = re.compile(r"(^|_)(em|f1|bleu|bleurt|rouge|meteor|bert|exact|scores?$)|^p_")
 _OF_MISTAKES = frozenset(("risk", "uncertainty", "error", "errors", "wrong"))
 _MAX_SAMPLE = 2**31
-_NO_QUESTION = re.compile(
-    r"[-+.\d]*|\W|nan|none|null|n/?a|missing", re.IGNORECASE
-)  # the cell says nothing, or a number
+# A cell that says nothing, or a number.
+_NO_QUESTION = re.compile(r"[-+.\d]*|\W|nan|none|null|n/?a|missing", re.IGNORECASE)
 _MAX_ROWS = 100  # in which the message names a column with the ids of the traces
 Key = tuple[str, int]  # the question id and sample of a trace
 
@@ -90,9 +89,8 @@ class Scores:
         """Add a row; raise InvalidInputError if its key has another one."""
         self.has_groups |= row.group != ""
         known = self.rows.setdefault(key, row)
-        for column, found, expected in zip(
-            (self.column, self.group_column, self.label_column), row, known, strict=True
-        ):
+        columns = self.column, self.group_column, self.label_column
+        for column, found, expected in zip(columns, row, known, strict=True):
             if found is not expected and found != expected:
                 raise InvalidInputError(
                     f"found a second {column} {found!r} for question {key[0]!r}, expected {expected!r} as before"
@@ -151,9 +149,7 @@ class Scores:
         ids, unused = dict.fromkeys(question_id for question_id, _ in keys), [key for key in keys if key not in matched]
         if is_whole:
             with_trace = {*without_row, *(question_id for question_id, _ in {*keys}.difference(unused))}
-            unknown = [
-                question_id for question_id in dict.fromkeys(q for q, _ in unused) if question_id not in with_trace
-            ]
+            unknown = [q for q in dict.fromkeys(q for q, _ in unused) if q not in with_trace]
             with error_location(self.path.name):
                 left = [question_id for question_id in without_row if question_id not in ids]
                 if unknown or len(left) == 1:  # any other part of the traces may have rows
@@ -338,9 +334,9 @@ def _is_of_mistakes(path: Path) -> bool:
 def _check_other_ids(scores: Scores, others: dict[str, dict[str, str]]) -> None:
     """Refuse a second column of ids that gives the ids of the first one to other rows: only one of both is that of traces."""
     for name, ids in others.items():
-        found = {*ids.values()}
-        if len(found) == len(ids) and any(other != own and other in ids for own, other in ids.items()):
-            own, other = next((own, other) for own, other in ids.items() if other != own and other in ids)
+        swapped = [(own, other) for own, other in ids.items() if other != own and other in ids]
+        if swapped and len({*ids.values()}) == len(ids):
+            own, other = swapped[0]
             raise UsageError(
                 f"{scores.path.name}: a row has {scores.id_column} {own!r:.40} and {name} {other!r:.40}, which is another "
                 f"row's {scores.id_column}; choose --id-column {scores.id_column} or --id-column {name}"

@@ -96,10 +96,7 @@ class SourceStream:
     def _read(self, options: PackOptions) -> None:
         held = _reader_bytes(self.source)
         with self._changed:
-            while not (self._in_turn or self._is_cancelled or self._gate.reader_bytes + held <= self._gate.max_bytes):
-                self._changed.wait(_POLL_INTERVAL_S)
-            if self._is_cancelled:
-                raise Cancelled
+            self._wait_for_room(lambda: self._in_turn or self._gate.reader_bytes + held <= self._gate.max_bytes)
             self._gate.reader_bytes += held
         try:
             self._read_traces(options)
@@ -107,6 +104,13 @@ class SourceStream:
             with self._changed:
                 self._gate.reader_bytes -= held
                 self._changed.notify_all()
+
+    def _wait_for_room(self, has_room: Callable[[], bool]) -> None:
+        """Wait until there is room, and release the lock meanwhile; raise Cancelled if the source is cancelled."""
+        while not (self._is_cancelled or has_room()):
+            self._changed.wait(_POLL_INTERVAL_S)
+        if self._is_cancelled:
+            raise Cancelled
 
     def _read_traces(self, options: PackOptions) -> None:
         with closing(packed_traces(self.source, options, self.refused)) as traces:  # type: ignore[type-var]
@@ -123,10 +127,7 @@ class SourceStream:
         with self._changed:
             if not self._has_room(size):
                 self._changed.notify_all()  # enqueued small traces did not notify the consumer
-            while not (self._is_cancelled or self._has_room(size)):
-                self._changed.wait(_POLL_INTERVAL_S)
-            if self._is_cancelled:
-                raise Cancelled
+            self._wait_for_room(lambda: self._has_room(size))
             self._waiting.append(trace)
             # Do not wake the consumer for a small trace: it can take several at once.
             self._gate.add(size, notify=size >= _SMALL_BYTES or len(self._waiting) >= _SMALL_TRACES)

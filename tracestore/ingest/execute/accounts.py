@@ -18,6 +18,7 @@ from tracestore.ingest.execute.table_accounts import (
     KeptValues,
     MissingRow,
     TableAccount,
+    check_num_rows,
     check_totals,
     close_table,
     end_text,
@@ -99,9 +100,8 @@ class SourceAccount:
     def _check_unused(self, level: Mapping[Place, Column]) -> None:
         """Rule 11: the arrays of a source have the ids of its states; something of every other field has them (12c)."""
         for place, column in level.items():
-            if place.rule.kind == "known" or self._is_uncounted(place) or self.num_refused:
-                continue
-            unused = [key for key in column.rows() if key not in column.used]
+            is_counted = not (self._is_uncounted(place) or self.num_refused)
+            unused = [key for key in column.rows() if key not in column.used] if is_counted else []
             if not unused:
                 continue
             where = named(column.names, unused[0]) or "a value"
@@ -110,23 +110,18 @@ class SourceAccount:
             self.unused.append((f"{place.name} = {place.address}", len(unused), escape_unprintable(where, 60)))
 
     def _is_uncounted(self, place: Place) -> bool:
-        """Return whether rows of a field may serve no trace, as those of beams."""
+        """Return whether rows of a field may serve no trace, as those of beams, or rule 9 has counted them."""
         is_of_beams = place.name == "attentions" and "P.rows" in self._plan.layout.addresses
-        return is_of_beams or place.is_optional
+        return is_of_beams or place.is_optional or place.rule.kind == "known"
 
     def _check(self, level: Mapping[Place, Column], stacks: Iterable[tuple[Any, ...]]) -> None:
         """Rule 13: as many rows in order as traces."""
         for place, column in level.items():
-            if "N" not in column.names or self._is_uncounted(place):
-                continue
-            for key in stacks:
-                rows = column.num_rows(self._stacks[key])
-                prefix = place.position_prefix
-                is_same_item = prefix is not None and any(p.position_prefix == prefix for p in self._plan.states)
-                if rows is not None and rows != self._rows[key] and not is_same_item and place.rule.kind != "known":
-                    raise InvalidInputError(
-                        f"{place.address}: {rows:,} rows belong to {self._rows[key]:,} traces", field=place.name
-                    )
+            prefix = place.position_prefix
+            is_same_item = prefix is not None and any(p.position_prefix == prefix for p in self._plan.states)
+            if "N" in column.names and not (is_same_item or self._is_uncounted(place)):
+                for key in stacks:
+                    check_num_rows(column, self._stacks[key], self._rows[key])
 
 
 class RunAccount:
@@ -302,9 +297,8 @@ class RunAccount:
             raise error
         self.lengths.close()
         if not self._is_stated:  # by a person, who knows what the lines leave out
-            self.left_out |= {
-                str(a) for a in self._plan.left_out if a.path and self._trees[a.files.text].at(a.path).is_found
-            }
+            ignored = [a for a in self._plan.left_out if a.path and self._trees[a.files.text].at(a.path).is_found]
+            self.left_out.update(map(str, ignored))
         for _, tables in groupby(self.tables, lambda table: (table.field, table.address)):
             yield close_table(list(tables), has_trace, is_whole=self.is_whole)
         is_numbered = "L.ids" in {*self._plan.layout.addresses, *self._plan.layout.settings}
@@ -380,9 +374,8 @@ def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool, may_
     is_own = looks_like_label(str(key)) or (in_records and str(key).lower() in OWN_LINES)
     is_own &= not isinstance(value, Group) and value is not None
     # The text of a reference answer is no label.
-    is_own &= not (
-        isinstance(value, str) and "truth" in str(key).lower() and not (is_verdict(value) or is_named_as_verdict(key))
-    )
+    may_be_reference = isinstance(value, str) and "truth" in str(key).lower()
+    is_own &= not may_be_reference or is_verdict(value) or is_named_as_verdict(key)
     is_text = may_be_of_tokens and any(isinstance(text, str) for text in value)  # type: ignore[union-attr]
     if is_own or is_text or holds_array(value):
         what = "texts that may be the tokens that prompt_length counts" if is_text else f"numbers ({describe(value)})"

@@ -125,22 +125,20 @@ def read_tokens(trace: TraceCells, num_states: int, length: int | None, *, has_p
     if found is None:
         return None
     ids, letter = found
-    place, _ = next(trace.columns.of("tokens"))
-    if letter == "G" and trace.plan.is_of_answer:
+    place = next(trace.columns.of("tokens")).place
+    is_of_answer = trace.plan.is_of_answer
+    if letter == "G" and is_of_answer:
         letter = "S"
     if is_of_sequences(place):
         letter = "T"
     # The ids that generate() and vLLM return are always one more: one id less would move the others.
-    is_exact = letter == "G" or (letter == "T" and (has_passes or trace.plan.is_of_answer))
+    is_exact = letter == "G" or (letter == "T" and (has_passes or is_of_answer))
     if letter == "T" and len(set(ids[num_states + 1 :].tolist())) < 2 and _rows_of_passes(trace) is not None:
         ids = ids[: num_states + 1]  # a beam that ended early
     is_unpadded = letter == "S" and ids.shape == (length,) and len(ids) < num_states
     if not is_unpadded:
-        more = 0 if trace.plan.is_of_answer else trace.prompt_length
-        is_of_answer = trace.plan.is_of_answer
-        check_ids(
-            ids, num_states, is_wider=letter in "TG", is_exact=is_exact, prompt_length=more, is_of_answer=is_of_answer
-        )
+        is_wider, prompt_length = letter in "TG", 0 if is_of_answer else trace.prompt_length
+        check_ids(ids, num_states, prompt_length, is_wider=is_wider, is_exact=is_exact, is_of_answer=is_of_answer)
     return ids
 
 
@@ -153,10 +151,10 @@ def is_of_sequences(place: Place) -> bool:
 def check_ids(
     ids: np.ndarray,
     num_states: int,
+    prompt_length: Any,
     *,
     is_wider: bool,
     is_exact: bool = False,
-    prompt_length: Any = None,
     is_of_answer: bool = False,
 ) -> None:
     """Rule 3: as many ids as states, or one more where that is known; exactly one more with `is_exact`."""
@@ -249,8 +247,7 @@ def check_masked_tokens(layer: np.ndarray) -> None:
     is_front = len(seen) > 0 and not values[:, seen[-1], 0].any()
     if is_front or len(masked):
         raise InvalidInputError(
-            f"token {0 if is_front else masked[0]} {IS_MASKED}, as padding: {PADDING_WAYS}",
-            field="attentions",
+            f"token {0 if is_front else masked[0]} {IS_MASKED}, as padding: {PADDING_WAYS}", field="attentions"
         )
 
 
@@ -293,8 +290,7 @@ def check_no_padding(ids: np.ndarray, *, is_end_known: bool = False) -> None:
     for edge, inner in ((ids[:1], ids[1:2]), (ids[-1:], ids[-2:-1]))[: 1 if is_end_known else 2]:
         if len(inner) and inner[0] == edge[0]:
             raise InvalidInputError(
-                f"the row has the id {int(edge[0])} twice at one end: padding? {PADDING_WAYS}",
-                field="tokens",
+                f"the row has the id {int(edge[0])} twice at one end: padding? {PADDING_WAYS}", field="tokens"
             )
 
 

@@ -92,13 +92,12 @@ def read(value: Value, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[
     letter = _kept(axis)
     if not parts:
         raise InvalidInputError(f"found no items on the axis {axis}", field=what)
+    first, letters = parts[0]
     for k, (part, _) in enumerate(parts):
-        if part.shape != parts[0][0].shape or part.dtype != parts[0][0].dtype:
-            found = f"{part.dtype} {part.shape} at {letter} {k}"
-            raise InvalidInputError(
-                f"found {found}, expected {parts[0][0].dtype} {parts[0][0].shape} as before", field=what
-            )
-    return np.stack([part for part, _ in parts]), (letter, *parts[0][1])
+        if (part.shape, part.dtype) != (first.shape, first.dtype):
+            found = f"found {part.dtype} {part.shape} at {letter} {k}"
+            raise InvalidInputError(f"{found}, expected {first.dtype} {first.shape} as before", field=what)
+    return np.stack([part for part, _ in parts]), (letter, *letters)
 
 
 def _of_scalar(value: Value, what: str) -> np.ndarray:
@@ -168,9 +167,8 @@ def read_block(
         parts = [_layers(by_place[place], rest, fixed, settings, what) for place in grid]
         if len({len(part) for part in parts}) > 1 or (of_layers is not None and len(parts[0]) > 1):
             raise InvalidInputError("found different numbers of layers", field=what)
-        layers += [
-            _moved(_gridded(arrays, found, what), (*found, *rest), letters, what) for arrays in zip(*parts, strict=True)
-        ]
+        for arrays in zip(*parts, strict=True):
+            layers.append(_moved(_gridded(arrays, found, what), (*found, *rest), letters, what))
     if not layers:
         raise InvalidInputError("found zero layers, expected at least one", field=what)
     return layers, tuple(numbers) if of_layers == "layer" else None

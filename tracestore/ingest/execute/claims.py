@@ -134,23 +134,20 @@ def _walk(top: Path, store: Path) -> Iterator[tuple[str, Path]]:
 
     for here, folders, files in os.walk(top, onerror=refuse):
         inside = Path(here)
-        folders[:] = [
-            folder
-            for folder in sorted(folders)
-            if not _is_hidden(folder)
-            and (inside / folder).resolve() != store.resolve()
-            and not (inside / folder / "manifest").is_dir()
-        ]
+        folders[:] = [name for name in sorted(folders) if not (_is_hidden(name) or _is_store(inside / name, store))]
         yield from (((inside / f).relative_to(top).as_posix(), inside / f) for f in files if not _is_hidden(f))
+
+
+def _is_store(folder: Path, store: Path) -> bool:
+    """Return whether a folder is the store of the conversion, or another one."""
+    return folder.resolve() == store.resolve() or (folder / "manifest").is_dir()
 
 
 def _is_hidden(name: str) -> bool:
     return name.startswith((".", "~")) or name in _SKIPPED
 
 
-def claim_files(
-    plan: Plan, files: Mapping[str, Path], owned: Iterable[Path] = (), *, is_stated: bool = True
-) -> Claimed:
+def claim_files(plan: Plan, files: Mapping[str, Path], owned: Iterable[Path], *, is_stated: bool) -> Claimed:
     """Return the files of each FILES of a layout: each belongs to the pattern with the most literal characters.
 
     Parameters

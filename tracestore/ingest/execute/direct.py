@@ -123,9 +123,8 @@ class DirectReader:
     def __init__(self, maker: RecordMaker, node: Node, walk: Walk, known: Collection[str]) -> None:
         self._maker, self._node, self._walk = maker, node, walk
         self._states = maker.plan.layout.states
-        self._has_more_ids = any(
-            p.axes == ("T",) or is_of_sequences(p) for p in maker.plan.others if p.name == "tokens"
-        )
+        of_tokens = [place for place in maker.plan.others if place.name == "tokens"]
+        self._has_more_ids = any(place.axes == ("T",) or is_of_sequences(place) for place in of_tokens)
         may_be_padded = self._states == "hidden_states" and "S.padding" not in known
         self._lengths = _LENGTHS if may_be_padded else frozenset[str]()
         self._seen: dict[tuple[Any, ...], _Keys] = {}
@@ -223,8 +222,7 @@ class DirectReader:
             if (layers := values.get(name)) and layers[0].dtype.kind != "f":
                 values[name] = settled_dtype(layers, name, settings)
         if self._states == "hidden_states" and (tokens := values.get("tokens")) is not None:
-            more = values.get("prompt_length")
-            check_ids(tokens, len(states[0]), is_wider=self._has_more_ids, prompt_length=more)
+            check_ids(tokens, len(states[0]), values.get("prompt_length"), is_wider=self._has_more_ids)
             if is_row and "S.padding" not in settings:
                 check_no_padding(tokens[: len(states[0])])
 

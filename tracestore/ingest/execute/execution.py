@@ -201,7 +201,8 @@ class Execution:
 
         with ExitStack() as resources:
             for cells in self._units(group, columns, resources, scratch):
-                for trace in self._found(traces_of(cells, columns), account, group):
+                for trace in traces_of(cells, columns):
+                    self._number(trace, account, group)
                     yield partial(made, trace)
                 with _of_whole_source():
                     account.close_unit(columns)
@@ -240,20 +241,16 @@ class Execution:
         if row is not None:
             self._of_tables.texts.check_ids(row, rows.pop() or 0, record.question_id)
 
-    def _found(self, traces: Iterator[TraceCells], account: SourceAccount, group: FileGroup) -> Iterator[TraceCells]:
-        for trace in traces:
-            environment = trace.environment
-            if "N" in environment:
-                environment["N*"] = self._offset(group) + account.count_row(environment)
-            environment["file"] = self._file_keys.keys.get(environment["file"], environment["file"])
-            yield trace
+    def _number(self, trace: TraceCells, account: SourceAccount, group: FileGroup) -> None:
+        """Count a trace, and let it bind its number over all chunks and the key of its file."""
+        environment = trace.environment
+        if "N" in environment:
+            environment["N*"] = self._offset(group) + account.count_row(environment)
+        environment["file"] = self._file_keys.keys.get(environment["file"], environment["file"])
 
-    def _cells(
-        self, text: str, file: FoundFile, root: Value, columns: TraceColumns, *, is_table: bool = False
-    ) -> Cells:
+    def _cells(self, text: str, file: FoundFile, root: Value, columns: TraceColumns) -> Cells:
         """Yield the values of a file; `columns` takes texts and numbers of rows that no line names."""
-        kept = self.account.kept
-        keeps = (kept.has_row if is_table else kept.has) if kept else None
+        keeps = self.account.kept.has_row if text in self.tables else self.account.kept.has
         walk = Walk(file.name, partial(self.account.refuse_unclaimed, columns), keeps)
         return walk.cells(self._trees[text], root, {**file.bound, "file": file.name})
 
@@ -287,7 +284,7 @@ class Execution:
                 for text, file in ((t, file) for t in self.tables for file in self._claimed[t]):
                     with error_location(file.name):
                         root = self._resources.enter_context(open_tree(file.path, scratch=scratch))
-                        for cell in filter(None, self._cells(text, file, root, columns, is_table=True)):
+                        for cell in filter(None, self._cells(text, file, root, columns)):
                             if "file" in self.plan.keys[cell.place]:
                                 cell.bound["file"] = self._file_keys.of_row(cell.bound["file"], file)
                             columns.add(cell, file.name)

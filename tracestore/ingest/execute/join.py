@@ -123,9 +123,8 @@ class Column:
         return self._numbers[_key(self.names, environment)]
 
     def all_cells(self) -> Iterator[Cell]:
-        """Yield every value."""
-        for cells in self._cells.values():
-            yield from cells
+        """Return every value."""
+        return itertools.chain.from_iterable(self._cells.values())
 
     def use(self, environment: Mapping[str, Any], trace: Any = None, value: Any = None) -> int:
         """Count that a row serves a trace; return how many it serves now: a copy of `trace` is the same one."""
@@ -277,9 +276,8 @@ class RowTexts:
     def add(self, prefix: str, key: str, value: Value, bound: Mapping[str, Any]) -> None:
         """Add a text of the next row of a list or table; a text in the same row as the field proves nothing."""
         if key in _ROW_TEXTS and ("N" in bound or _ROW_TEXTS[key] == _QUESTION):
-            texts = self._texts.get(path := f"{prefix}{key}") or self._texts.setdefault(
-                path, self._new(prefix, key, bound)
-            )
+            path = f"{prefix}{key}"
+            texts = self._texts.get(path) or self._texts.setdefault(path, self._new(prefix, key, bound))
             if texts.fields and isinstance(value, str) and value.strip():
                 texts.rows[tuple(bound[name] for name in texts.names)] = value
                 texts.found.add(_folded(value))

@@ -175,20 +175,20 @@ class TraceBuilder:
         self._maker, self.plan, self._settings, self._kept = maker, maker.plan, maker.settings, kept
         layout = self.plan.layout
         names = [n for n in dict.fromkeys(p.name for p in self.plan.others) if n not in (RECORDS, *_OF_KEY)]
-        of_kind: dict[str, list[str]] = {}
-        for name in names:
-            of_kind.setdefault(KEY if name.startswith(KEY) else layout.rule(name).kind, []).append(name)
-        self._scores = of_kind.get("score", [])
+        kinds = {n: KEY if n.startswith(KEY) else layout.rule(n).kind for n in names}
+
+        def of_kind(*wanted: str) -> list[str]:
+            return [n for kind in wanted for n in names if kinds[n] == kind]
+
+        self._scores = of_kind("score")
         # Keys that are joined by the id or the number of the answer follow these.
-        self._later_keys = [n for n in of_kind.get(KEY, ()) if _needs_key(self.plan, n)]
-        self._keys = [n for n in of_kind.get(KEY, ()) if n not in self._later_keys]
-        self._scalars = [n for kind in ("text", "id", "number", "json") for n in of_kind.get(kind, ())]
-        per_token = [*of_kind.get("texts", ()), *of_kind.get("array", ())]
-        self._per_token = [n for n in per_token if n not in ("attentions", "tokens")]
-        self._made_scores, self._made_numbers = (
-            [n for n in layout.templates if n not in (*_OF_NAMES, *layout.addresses) and layout.rule(n).kind == kind]
-            for kind in ("score", "number")
-        )
+        self._later_keys = [n for n in of_kind(KEY) if _needs_key(self.plan, n)]
+        self._keys = [n for n in of_kind(KEY) if n not in self._later_keys]
+        self._scalars = of_kind("text", "id", "number", "json")
+        self._per_token = [n for n in of_kind("texts", "array") if n not in ("attentions", "tokens")]
+        made = {n: layout.rule(n).kind for n in layout.templates if n not in (*_OF_NAMES, *layout.addresses)}
+        self._made_scores = [n for n, kind in made.items() if kind == "score"]
+        self._made_numbers = [n for n, kind in made.items() if kind == "number"]
         # Fields of tokens with the value of a first token in front.
         self._in_front = (layout.templates.keys() & layout.addresses.keys()) - {"prompt_length"}
         self.padding = Padding(self.plan)
@@ -204,7 +204,7 @@ class TraceBuilder:
         self._set_scalars(trace, values, _OF_KEY)
         self._set_key(trace, values)
         self._set_scalars(trace, environment, self._later_keys)
-        if self._kept and not self._kept.has_trace(environment):
+        if not self._kept.has_trace(environment):
             trace.columns.leave_out(environment, trace.made_id)
             return None
         self._set_scalars(trace, values, self._scalars)
@@ -220,17 +220,13 @@ class TraceBuilder:
         record = self._maker.record(values, position, is_row=trace.is_row and len(sizes) == 1)
         self._maker.set_layers(record, ids, stated)
         if "attentions" in values:
-            place, _ = next(trace.columns.of("attentions"))
+            place = next(trace.columns.of("attentions")).place
             record.is_head_mean = not {"head", "H"} & {*place.address.bound, *place.axes}
         self._maker.set_scores(record, self._found_scores(trace, labels))
-        self._set_extras(trace, record)
-        return record
-
-    def _set_extras(self, trace: TraceCells, record: TraceRecord) -> None:
-        """Set what `records` take of the items besides fields."""
         for cell in trace.items_of(RECORDS):
             if isinstance(cell.value, Group):
                 record.extras |= {k: v for k, v in cell.value.items() if k not in record.extras}
+        return record
 
     def _set_key(self, trace: TraceCells, values: dict[str, Any]) -> None:
         """Set question_id and sample of a trace from what it binds, unless fields say them."""
@@ -247,8 +243,8 @@ class TraceBuilder:
 
     def _set_scalars(self, trace: TraceCells, values: dict[str, Any], names: Iterable[str]) -> None:
         for name in names:
-            for place, column in trace.columns.of(name):
-                value = trace.scalar(place, column)
+            for column in trace.columns.of(name):
+                value = trace.scalar(column)
                 if value is None or (value := typed_value(name, value)) is None:
                     continue
                 if name in values and values[name] != value:
@@ -265,9 +261,9 @@ class TraceBuilder:
     def _found_scores(self, trace: TraceCells, made: dict[str, str]) -> Iterator[tuple[str, Any, bool]]:
         """Yield the labels and scores of a trace, with whether a table has them; `made` are those of templates."""
         for name in dict.fromkeys((*self._scores, *made)):
-            for place, column in trace.columns.of(name):
-                if (value := trace.scalar(place, column)) is not None:
-                    yield name, value, place in trace.columns.tables
+            for column in trace.columns.of(name):
+                if (value := trace.scalar(column)) is not None:
+                    yield name, value, column.place in trace.columns.tables
             if name in made:
                 yield name, made[name], False
 

@@ -84,9 +84,8 @@ class RowNumbers:
                 self._of_parts.add(rest)
             is_wrong = len(self._of_parts) > 1
         if is_wrong:
-            way = "two addresses are prompt and answer"
-            if match[2]:
-                way = f"{match[2]}{{layer}} behind {{id}} binds the layer"
+            of_layer = f"{match[2]}{{layer}} behind {{id}} binds the layer"
+            way = of_layer if match[2] else "two addresses are prompt and answer"
             raise InvalidInputError(
                 f"the ids {escape_unprintable(self._parts[rest], 60)!r} and {escape_unprintable(question_id, 60)!r} differ "
                 f'in what names a part of a trace, as others do: {way}; question_id = "={{id}}" if each is a trace',

@@ -121,7 +121,7 @@ class Padding:
 
     def _has_full_mask(self, trace: TraceCells) -> bool:
         """Return whether a mask of the source, or a row of one, leaves out no token."""
-        cells = (cell for _, column in trace.columns.of(self._mask) for cell in column.all_cells())
+        cells = (cell for column in trace.columns.of(self._mask) for cell in column.all_cells())
         for cell in cells:
             if (array := as_array(cell.value)) is not None:
                 flags = array.read() == (self._mask == MASKS[0])

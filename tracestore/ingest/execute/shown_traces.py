@@ -47,11 +47,9 @@ class ShownTraces:
                     rows = some_of(list(map(str, answers)), _MAX_ROWS)
                     more += f", its answers in the rows {rows} of {self._plan.states[-1].address}"
                 self._first = (number, _described(record) + more)
-        for pair in tuple(self._equal):
             layers = record.num_layers + record.is_without_embeddings
             sizes = {"L": layers, "S": record.num_tokens, "D": record.hidden_dim}
-            if sizes[pair[0]] != sizes[pair[1]] or sizes[pair[0]] == 1:
-                self._equal.discard(pair)
+            self._equal = {pair for pair in self._equal if sizes[pair[0]] == sizes[pair[1]] != 1}
 
     def lines(self, *, is_stated: bool) -> Iterator[str]:
         """Yield the lines of the summary."""

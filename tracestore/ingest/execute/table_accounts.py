@@ -33,13 +33,19 @@ def end_text(row: tuple[Any, ...]) -> str:
     return escape_unprintable(owner if value is None else f"{value} of {owner}", 60)
 
 
+def check_num_rows(column: Column, stack: Mapping[str, Any], total: int) -> None:
+    """Rule 13: a stack has as many rows in order as traces."""
+    rows = column.num_rows(stack)
+    if rows is not None and rows != total:
+        found = f"{column.place.address}: {rows:,} rows belong to {total:,} traces"
+        raise InvalidInputError(found, field=column.place.name)
+
+
 def check_totals(tables: Mapping[Place, Column], total: int, stack: Mapping[str, Any]) -> None:
     """Rule 13: tables that run on over all chunks have as many rows as the chunks traces; `stack` is what all bind."""
     for place, column in tables.items():
         if "N*" in column.names and place.rule.kind != "known":
-            rows = column.num_rows(stack)
-            if rows is not None and rows != total:
-                raise InvalidInputError(f"{place.address}: {rows:,} rows belong to {total:,} traces", field=place.name)
+            check_num_rows(column, stack, total)
 
 
 def loose_key(value: Any) -> str:
@@ -233,9 +239,8 @@ def table_accounts(
     column: Column, files: Iterable[FoundFile], missing: Iterable[MissingRow], kept: "KeptValues", plan: Plan
 ) -> Iterator[TableAccount]:
     """Yield the account of each file of a table; files that no name of the states tells apart have one."""
-    is_cut = any(
-        len(axis) > 1 and "N" in axis for axis in column.place.axes
-    )  # by lengths: its rows are those of tokens
+    # The rows of an axis that lengths cut are those of tokens.
+    is_cut = any(len(axis) > 1 and "N" in axis for axis in column.place.axes)
     shared, made = plan.shared_names(column.place), column.has_made_ids is not False
     sources: dict[tuple[Any, ...], str] = {}
     rows: dict[tuple[Any, ...], list[tuple[Any, ...]]] = defaultdict(list)
@@ -285,9 +290,6 @@ class KeptValues:
         self._found: dict[str, set[str]] = defaultdict(set)
         self._num_left_out = Counter[tuple[str, str]]()
         self._rows: dict[str, list[tuple[Mapping[str, Any], str]]] = defaultdict(list)  # of tables, "" if kept
-
-    def __bool__(self) -> bool:
-        return bool(self._wanted)
 
     def has_row(self, bound: Mapping[str, Any], where: str) -> bool:
         """Return whether a row of a table is kept, as `has` does; keep what it binds for `left_out`."""

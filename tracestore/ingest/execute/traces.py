@@ -51,13 +51,11 @@ class TraceColumns:
             for column in level.values():
                 column.leave_out(column.own_environment(environment, made_id))
 
-    def of(self, name: str) -> Iterator[tuple[Place, Column]]:
-        """Yield the columns of a field, with their places."""
+    def of(self, name: str) -> Iterator[Column]:
+        """Yield the columns of a field."""
         for place in self.plan.others:
             if place.name == name:
-                for level in (self.unit, self.source, self.tables):
-                    if place in level:
-                        yield place, level[place]
+                yield from (level[place] for level in (self.unit, self.source, self.tables) if place in level)
 
 
 @dataclass
@@ -96,29 +94,30 @@ class TraceCells:
             fixed[name] = self.environment["N*" if name == "N" and "N*" in self.plan.keys.get(place, ()) else name]
         return fixed
 
-    def _use(self, place: Place, column: Column, value: Any = None) -> int:
+    def _use(self, column: Column, value: Any = None) -> int:
         """Return how many traces the row of this trace serves now; copies that are dropped are one trace."""
         is_dropped = self.settings.get("duplicates") == "drop"
         copy = (self.environment.get("id"), self.environment.get("sample")) if is_dropped else None
         return column.use(column.own_environment(self.environment, self.made_id), copy, value)
 
-    def _count(self, place: Place, column: Column, *, is_there: bool) -> None:
+    def _count(self, column: Column, *, is_there: bool) -> None:
         """Count a trace for which a table has no row."""
-        if not is_there and place in self.columns.tables:
+        if not is_there and column.place in self.columns.tables:
             made = {"id": self.made_id} if self.made_id else {}
-            file = tuple(self.environment.get(name) for name in self.plan.shared_names(place))
+            file = tuple(self.environment.get(name) for name in self.plan.shared_names(column.place))
             texts = column.text_of(self.environment), column.text_of(self.environment | made)
-            self.columns.missing.setdefault(place, set()).add((file, texts))
+            self.columns.missing.setdefault(column.place, set()).add((file, texts))
 
-    def scalar(self, place: Place, column: Column) -> Any:
+    def scalar(self, column: Column) -> Any:
         """Return the text or number of a column for the trace, None without one."""
+        place = column.place
         value = column.scalar(column.own_environment(self.environment, self.made_id), self.fixed_of(place))
-        self._count(place, column, is_there=value is not MISSING)
+        self._count(column, is_there=value is not MISSING)
         if value is MISSING:
             return None
-        self._check_rows(place, column)
-        is_shared = self._is_shared(place, column)
-        if self._use(place, column, value) > 1 and not is_shared:
+        self._check_rows(column)
+        is_shared = self._is_shared(column)
+        if self._use(column, value) > 1 and not is_shared:
             raise InvalidInputError(
                 f"one row of {place.address} serves several traces; the field needs what tells them apart, or "
                 f"share.{place.name} = {sorted(self._key().keys() - {'id'})}, or "
@@ -133,49 +132,49 @@ class TraceCells:
         own = {name: self.environment.get(name) for name in (("id",) if made is None else made.names)}
         return own | {"sample": self.environment.get("sample", self.environment.get("K"))}
 
-    def _is_shared(self, place: Place, column: Column) -> bool:
+    def _is_shared(self, column: Column) -> bool:
         """Return whether a row may serve this trace, too: those of a label differ by names alone that `share` states."""
-        if place.rule.kind not in ("score", "text") or place.name in SHARED:
+        if column.place.rule.kind not in ("score", "text") or column.place.name in SHARED:
             return True
-        if (names := self.settings.get(f"share.{place.name}")) is None:
+        if (names := self.settings.get(f"share.{column.place.name}")) is None:
             return False
         first = column.first_of(column.own_environment(self.environment, self.made_id), own := self._key())
         return all(name in names or value == first[name] for name, value in own.items())
 
     def items_of(self, name: str) -> Iterator[Cell]:
         """Yield the values of a field that may serve several traces."""
-        for place, column in self.columns.of(name):
+        for column in self.columns.of(name):
             cells = column.cells(column.own_environment(self.environment, self.made_id))
-            self._count(place, column, is_there=bool(cells))
-            self._use(place, column)
+            self._count(column, is_there=bool(cells))
+            self._use(column)
             yield from cells
 
     def cells_of(self, name: str) -> dict[int, list[Cell]]:
         """Return the values of a field by the part of the field that they are."""
         found: dict[int, list[Cell]] = {}
-        for place, column in self.columns.of(name):
-            environment = column.own_environment(self.environment, self.made_id)
+        for column in self.columns.of(name):
+            place, environment = column.place, column.own_environment(self.environment, self.made_id)
             if not (all_cells := column.cells(environment)):
                 column.check_list(environment)
             cells = [cell for cell in all_cells if not is_missing(cell.value)]
-            self._count(place, column, is_there=bool(cells))
+            self._count(column, is_there=bool(cells))
             if not cells:
                 continue
             is_prompt = self.plan.of_answers and place.part < len(self.plan.layout.addresses.get(name, ())) - 1
-            if self._use(place, column) > 1 and place.rule.kind != "known" and not is_prompt:
+            if self._use(column) > 1 and place.rule.kind != "known" and not is_prompt:
                 raise InvalidInputError(f"one value of {place.address} serves several traces", field=name)
-            self._check_rows(place, column)
+            self._check_rows(column)
             found.setdefault(place.part, cells)
         return found
 
-    def _check_rows(self, place: Place, column: Column) -> None:
+    def _check_rows(self, column: Column) -> None:
         """Rule 9: values behind each other are as many as the states."""
         for axis in ("NS", *FLAT_ANSWERS):
-            if axis in place.axes:
+            if axis in column.place.axes:
                 cell = column.cells(column.own_environment(self.environment, self.made_id))[0]
                 if (size := extent(cell.value, cell.axes, axis)) != self.num_rows:
                     found = f"found {size} on the axis ({' '.join(axis)}), expected {self.num_rows:,} as states"
-                    raise InvalidInputError(found, field=place.name)
+                    raise InvalidInputError(found, field=column.place.name)
 
     def array(self, name: str, letters: str) -> tuple[np.ndarray, str] | None:
         """Return the values of a field on one of the letters, its parts behind each other, and the letter."""
@@ -235,21 +234,18 @@ class TraceCells:
 
     def number_of_answer(self, question_id: str) -> int:
         """Return the number of an answer among the rows of its question, in the order of the rows that give the ids."""
-        place, column = next(self.columns.of("question_id"))
-        if place not in self.columns.unit:
+        column = next(self.columns.of("question_id"))
+        if column.place not in self.columns.unit:
             return column.number_among_equals(self.environment)
-        if place.position_prefix is None:
-            raise InvalidInputError(f"{place.address} has no rows in order, whose answers count", field="sample")
+        if column.place.position_prefix is None:
+            raise InvalidInputError(f"{column.place.address} has no rows in order, whose answers count", field="sample")
         numbers = self.columns.num_answers
         numbers[question_id] = numbers.get(question_id, -1) + 1
         return numbers[question_id]
 
 
 def passes(
-    cells: list[Cell],
-    fixed: Mapping[str, Any],
-    rows: list[int] | None = None,
-    firsts: tuple[int, ...] | None = (),
+    cells: list[Cell], fixed: Mapping[str, Any], rows: list[int] | None = None, firsts: tuple[int, ...] | None = ()
 ) -> Iterator[tuple[list[Cell], Mapping[str, Any]]]:
     """Yield the cells of each pass of generation, or all of them, with what is fixed on the axes.
 
@@ -337,12 +333,12 @@ def _unrolled(trace: TraceCells) -> Iterator[TraceCells]:
         return
     if "NS" in cell.axes:
         size = extent(cell.value, cell.axes, "NS") or 0
-        known = {n: rows_along_n(column, trace.environment) for n in RANGES for _, column in trace.columns.of(n)}
+        known = {n: rows_along_n(column, trace.environment) for n in RANGES for column in trace.columns.of(n)}
         for n, (begin, end) in enumerate(trace.columns.starts.checked(ranges_of(known, size), trace.environment)):
             yield _at(trace, {"N": n, "NS": slice(begin, end)}, {"N": n}, size)
         return
     counts = _counts(trace)
-    for _, column in trace.columns.of("P.rows"):
+    for column in trace.columns.of("P.rows"):
         counts["N"] = column.num_rows(trace.environment) or 0  # beams that were returned, of those of each pass
     if flat := next((axis for axis in FLAT_ANSWERS if axis in counts), None):
         total = counts[flat]

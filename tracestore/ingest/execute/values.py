@@ -33,9 +33,13 @@ def item_value(item: Value, value_of: ItemValue) -> Value:
     """Return what an item says at a path, None if it says nothing."""
     is_itself = value_of.path == ("",) and isinstance(item, str | int)
     value = item if is_itself else member(item, (Pattern(part).literal or part for part in value_of.path))
-    if isinstance(value, float) and math.isnan(value):
+    if value is None or isinstance(value, str | int | float | bool):
+        return None if value != value else value  # NaN
+    array = as_array(value)
+    if array is None or math.prod(array.shape) != 1 or array.dtype == "uint8":  # a byte
         return None
-    return value if value is None or isinstance(value, str | int | float | bool) else _scalar(value)
+    number: bool | int | float = array.read().reshape(-1)[0].item()
+    return number
 
 
 def member(value: Value, path: Iterable[str]) -> Value:
@@ -51,14 +55,6 @@ def member(value: Value, path: Iterable[str]) -> Value:
         else:
             return None
     return value
-
-
-def _scalar(value: Value) -> Value:
-    array = as_array(value)
-    if array is None or math.prod(array.shape) != 1 or (array.ndim and array.dtype == "uint8"):  # a byte
-        return None
-    number: bool | int | float = array.read().reshape(-1)[0].item()
-    return number
 
 
 def rows_of(value: Items | Array) -> Items:
@@ -143,11 +139,9 @@ def json_value(text: str, field: str, source: str | None = None) -> Value:
     try:
         return json_tree(json.loads(text))
     except (ValueError, RecursionError):
-        shown = escape_unprintable(text, 40)
         hint = f"; shape.{field} and dtype.{field} read base64" if field in STATES else ""
-        raise InvalidInputError(
-            f"found the text {shown!r}, which is no JSON{hint}", source=source, field=field
-        ) from None
+        found = f"found the text {escape_unprintable(text, 40)!r}, which is no JSON{hint}"
+        raise InvalidInputError(found, source=source, field=field) from None
 
 
 def array_value_of(text: str, field: str) -> Value:
@@ -337,10 +331,8 @@ def holds_array(value: Value, levels: int = 4) -> bool:
     """Return whether a value is an array of numbers, or holds one in the first values of as many levels."""
     if isinstance(value, Array):
         return True
-    if levels < 0 or value is None or isinstance(value, str | int | float | bool):
-        return False
-    if isinstance(value, Group):
+    if levels >= 0 and isinstance(value, Group):
         return any(holds_array(value[key], levels - 1) for _, key in zip(range(_MAX_PROBES), value, strict=False))
-    if isinstance(value, Items) and not value.is_stream and value.length:
+    if levels >= 0 and isinstance(value, Items) and not value.is_stream and value.length:
         return as_array(value) is not None or holds_array(value[0], levels - 1)
     return False

@@ -216,11 +216,7 @@ class Walk:
             if isinstance(step, AttributeStep):
                 found = getattr(value, "attributes", {}).get(step.name)
                 yield from self.cells(child, found, bound, in_unit=in_unit)
-            elif (
-                isinstance(step, KeyStep)
-                and isinstance(value, Items | Array)
-                and (member_number(step) not in node.left_out or child.children)
-            ):
+            elif isinstance(step, KeyStep) and isinstance(value, Items | Array):
                 yield from self._member(node, step, child, value, bound, in_unit)
 
     def _parsed(self, node: Node, text: str) -> Value:
@@ -255,9 +251,7 @@ class Walk:
             value = bound[VALUE]
         if isinstance(value, str) and axes and not {"N", "K"}.isdisjoint(axes[0]):  # such as an entry of a header
             value = list_value(value, axes[0], place.name, self._source)
-        if value is None:
-            yield Cell(place, bound, None, axes, in_unit)
-        elif isinstance(value, Items) and axes and axes[0] in ("N", "K", "P") and (value.is_stream or axes[0] != "P"):
+        if isinstance(value, Items) and axes and axes[0] in ("N", "K", "P") and (value.is_stream or axes[0] != "P"):
             is_unit = node.has_unit_items and not in_unit
             for k, item in enumerate(value):
                 yield Cell(place, {**bound, axes[0]: k}, settled(item), axes[1:], in_unit or is_unit)
@@ -373,9 +367,11 @@ class Walk:
     def _member(
         self, node: Node, step: KeyStep, child: Node, value: Items | Array, bound: Bound, in_unit: bool
     ) -> Cells:
+        if (k := member_number(step)) in node.left_out and not child.children:
+            return
         if all(other.ignores for _, other in node.children):
             self._refuse(node, step, f"{describe(value)}: ignore leaves out all of it, or nothing")
-        if (k := member_number(step)) is not None:
+        if k is not None:
             rows = settled(rows_of(value))
             if -(count := rows.length or 0) <= k < count:
                 yield from self.cells(child, rows[k % count], bound, in_unit=in_unit)
