@@ -131,8 +131,7 @@ def _owner(
             found.pop(other, None)
     if len(found) > 1:
         raise InvalidInputError(
-            f"the built-in layouts {' and '.join(sorted(found))} match it; --layout FILE states its fields",
-            source=name,
+            f"the built-in layouts {' and '.join(sorted(found))} match it; --layout FILE states its fields", source=name
         )
     return next(iter(found.values()))[1] if found else near
 

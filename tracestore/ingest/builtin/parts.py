@@ -137,11 +137,10 @@ class Part:
             may_be_empty = bool(self.execution.plan.kept_names)
             read = partial(self.execution.read, group)
             described = Described(read, fingerprint, what, tables, may_be_empty=may_be_empty, stated=stated)
-            first = next(iter(group.files.values()))[0]
             # A file of a built-in layout is known by its bytes alone, unless it has tables or options add to the layout.
             is_plain = self.builtin is not None and not (self.builtin.lines or self.builtin.settings or tables)
-            parts = () if is_plain and group.paths == (first.path,) else group.paths
-            yield first.path, SourceFile(group.paths[0], group.name, parts=parts, described=described)
+            parts = () if is_plain and len(group.paths) == 1 else group.paths
+            yield group.paths[0], SourceFile(group.paths[0], group.name, parts=parts, described=described)
 
     def _checked(self, text: str, name: str, root: Value) -> Value:
         assert self.builtin is not None
@@ -214,7 +213,7 @@ def builtin_parts(
         layout, described = found
         origin = "layout that the files prove"
         parts.append(Part(layout, described, has_scores_file=has_scores_file, origin=origin))
-        left = _without(left, described, left)
+        left = {name: path for name, path in left.items() if name not in described}
     for builtin, own in claims.owned.items():
         own = {name: path for name, path in own.items() if name in left}
         if own and builtin.reader is None:
@@ -262,20 +261,16 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
     return sources
 
 
-def _without(names: Iterable[str], others: Container[str], files: Mapping[str, Path]) -> dict[str, Path]:
-    return {name: files[name] for name in names if name not in others}
-
-
 def _of_rest(
     claims: Claims, files: Mapping[str, Path], named: Container[Path], propose: Proposer
 ) -> tuple[dict[str, InvalidInputError], tuple[Layout, dict[str, Path]] | None]:
     """Return why files that no built-in layout describes are not read, and the layout of the others with its files."""
     errors = {name: error for name, error in claims.rest.items() if error is not None}
-    others = _without(claims.rest, errors, files)
+    others = {name: files[name] for name, error in claims.rest.items() if error is None}
     unknown = [name for name, path in others.items() if path.absolute() in named or not _holds_nothing(path)]
     # Rule 8: tables and arrays next to traces may belong to them; of a pickle its own traces are missing at most.
     beside = next((name for name in unknown if not name.endswith(_TRACES)), None)
-    described = _without(files, errors, files) if beside is not None else others
+    described = others if beside is None else {name: path for name, path in files.items() if name not in errors}
     found = propose(described) if unknown else NoTracesError("holds no array")
     if isinstance(found, Layout):
         return errors, (found, described)

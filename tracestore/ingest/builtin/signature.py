@@ -97,7 +97,7 @@ class Signature:
         one of them.
     others_beside : tuple of str
         Keys of which one is there wherever there are further keys: of ids, which could be any of those.
-    conditions : tuple of str
+    conditions : tuple
         Comparisons of extents, such as ``L != S unless attentions``, and keys of which there is one, such as
         ``needs tokens attentions``. Of a list, one of the first items fulfills them. Both kinds that name keys are also
         fulfilled if S alone differs between the items (rule 16).
@@ -110,7 +110,7 @@ class Signature:
     may: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
     others: frozenset[str] = frozenset()
     others_beside: tuple[str, ...] = ()
-    conditions: tuple[str, ...] = ()
+    conditions: tuple[tuple[Any, ...], ...] = ()  # the groups of _CONDITION
     class_name: str = ""
 
     @classmethod
@@ -118,7 +118,8 @@ class Signature:
         """Return the signature of a table of TOML."""
         forms = {part: {k: parse_form(str(v)) for k, v in entries.get(part, {}).items()} for part in ("must", "may")}
         unknown = entries.keys() - {"at", "must", "may", "others", "others_beside", "conditions", "class"}
-        wrong = [text for text in entries.get("conditions", ()) if not _CONDITION.fullmatch(text)]
+        conditions = {text: _CONDITION.fullmatch(text) for text in entries.get("conditions", ())}
+        wrong = [text for text, match in conditions.items() if match is None]
         if unknown or wrong:
             raise UsageError(f"signature: unknown {', '.join([*sorted(unknown), *wrong])}")
         return cls(
@@ -127,15 +128,14 @@ class Signature:
             forms["may"],
             frozenset(entries.get("others", "").split()),
             tuple(entries.get("others_beside", "").split()),
-            tuple(entries.get("conditions", ())),
+            tuple(match.groups() for match in conditions.values() if match is not None),
             entries.get("class", ""),
         )
 
     @cached_property
     def _patterns(self) -> list[tuple[str, Pattern, tuple[Form, ...], bool]]:
-        named = [(key, forms, True) for key, forms in self.must.items()]
-        named += [(key, forms, False) for key, forms in self.may.items()]
-        return [(key, Pattern(key), forms, is_must) for key, forms, is_must in named]
+        parts = ((self.must, True), (self.may, False))
+        return [(key, Pattern(key), forms, is_must) for part, is_must in parts for key, forms in part.items()]
 
     @cached_property
     def _plain_keys(self) -> frozenset[str]:
@@ -290,10 +290,7 @@ class Signature:
         )
 
     def _unmet(self, sizes: Mapping[str, int], item: Value, *, is_varying: bool) -> str | None:
-        for text in self.conditions:
-            match = _CONDITION.fullmatch(text)
-            assert match is not None
-            one, sign, two, key, needed = match.groups()
+        for one, sign, two, key, needed in self.conditions:
             keys = (key or needed or "").split()
             is_there = isinstance(item, Group) and any(facts_of(item.get(name))[0] != "none" for name in keys)
             if keys and (is_varying or is_there):

@@ -192,9 +192,6 @@ def _preprocessed(path: Path, scratch: Scratch) -> Iterator[Arrays]:
 
 
 _READERS: dict[str, Callable[[Path, Scratch], Iterator[Arrays]]] = {
-    "pkl": _groups,
-    "pt-lstm": _preprocessed,
-    "pt-gnn": _preprocessed,
-    "safetensors": _groups,
-    "datasets": _groups,
+    **dict.fromkeys(("pkl", "safetensors", "datasets"), _groups),
+    **dict.fromkeys(("pt-lstm", "pt-gnn"), _preprocessed),
 }

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from isal import igzip, igzip_lib
 from isal.igzip_lib import IsalError
@@ -25,23 +25,13 @@ _MAGIC |= {bytes((0x78, flags)): "zlib" for flags in (0x01, 0x5E, 0x9C, 0xDA)}
 DAMAGE = (zlib.error, IsalError, lzma.LZMAError, OSError, ValueError)
 
 
-class InflatedStream(Protocol):
-    """An open compressed file."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return at most `size` inflated bytes, b"" at the end; EOFError if the file ends inside a stream."""
-
-    def close(self) -> None:
-        """Close the file."""
-
-
 def compression_of(head: bytes) -> str | None:
     """Return the compression of a file from its first bytes; None if it is not compressed."""
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
-def open_inflated(path: Path, compression: str) -> InflatedStream:
-    """Open a compressed file.
+def open_inflated(path: Path, compression: str) -> "BinaryIO | _Streams":
+    """Open a compressed file, whose read() raises EOFError if the file ends inside a stream.
 
     Raises
     ------
@@ -49,7 +39,7 @@ def open_inflated(path: Path, compression: str) -> InflatedStream:
         If the library for the compression is not installed.
     """
     if compression == "gzip":
-        return cast(InflatedStream, igzip.open(path, "rb"))
+        return cast(BinaryIO, igzip.open(path, "rb"))
     if compression == "zstd":
         return _zstd(open(path, "rb"))
     return _Streams(open(path, "rb"), _DECOMPRESSORS[compression])

@@ -9,17 +9,16 @@ from tracestore.errors import InvalidInputError
 # Memory for the values of a text, and what Python needs for them at most: by byte, and by each of some characters.
 _MAX_MEMORY_BYTES = 224 << 20
 _MEMORY_PER_BYTE = 3
-_MEMORY_OF = {",": 40, "[": 88, "{": 240, '"': 30}
-_UNCHECKED_BYTES = 512 << 10
+_MEMORY_OF = {b",": 40, b"[": 88, b"{": 240, b'"': 30}
 
 
-def parse_json(data: str | bytes, context: str) -> Any:
+def parse_json(data: bytes, context: str) -> Any:
     """Return a value of JSON.
 
     Parameters
     ----------
-    data : str or bytes
-        The text, or its bytes in UTF-8.
+    data : bytes
+        The text in UTF-8.
     context : str
         What the refusal begins with.
 
@@ -28,15 +27,12 @@ def parse_json(data: str | bytes, context: str) -> Any:
     InvalidInputError
         If it is not JSON, a key of an object appears twice, or the values may need too much memory.
     """
-    if len(data) > _UNCHECKED_BYTES:
-        memory = _MEMORY_PER_BYTE * len(data)
-        for mark, size in _MEMORY_OF.items():
-            memory += size * (data.count(mark) if isinstance(data, str) else data.count(mark.encode()))
-        if memory > _MAX_MEMORY_BYTES:
-            raise InvalidInputError(
-                f"found {len(data):,} bytes of JSON whose values may need more than {_MAX_MEMORY_BYTES >> 20} MiB of "
-                "memory; write JSON Lines, one trace per line, or save arrays as .npz or .safetensors"
-            )
+    memory = _MEMORY_PER_BYTE * len(data) + sum(size * data.count(mark) for mark, size in _MEMORY_OF.items())
+    if memory > _MAX_MEMORY_BYTES:
+        raise InvalidInputError(
+            f"found {len(data):,} bytes of JSON whose values may need more than {_MAX_MEMORY_BYTES >> 20} MiB of "
+            "memory; write JSON Lines, one trace per line, or save arrays as .npz or .safetensors"
+        )
     try:
         return json.loads(data, object_pairs_hook=_unique)
     except RecursionError:

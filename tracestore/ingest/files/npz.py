@@ -67,12 +67,16 @@ class StoredArray:
         array = np.frombuffer(self.data, "u1").view(self.dtype) if len(self.data) else np.empty(0, self.dtype)
         return array.reshape(self.shape[::-1]).T if self.is_fortran else array.reshape(self.shape)
 
+    def stream(self) -> IO[bytes]:
+        """Return a stream of the values of an array that is compressed."""
+        assert self.open_values is not None
+        return self.open_values()
+
     def pickle(self, scratch: Scratch) -> ByteReader:
         """Return the pickle of an array of objects."""
         if self.data is not None:
             return BufferReader(self.data)
-        assert self.open_values is not None
-        stream = self.open_values()
+        stream = self.stream()
         return value_reader(lambda: stream.read(_CHUNK_BYTES), self.compressed_bytes, scratch)
 
 

@@ -42,12 +42,7 @@ class AttributeStep:
     """An attribute of a container, or an entry of its header."""
 
     name: str
-
-    @property
-    def text(self) -> str:
-        """The text of the step."""
-        return f"@{self.name}"
-
+    text: str  # the name behind an @
     names: tuple[str, ...] = ()
 
 
@@ -149,7 +144,7 @@ def _axes(text: str, line: str) -> tuple[Axis, ...]:
     axes = []
     rest = _AXIS.sub("", text).strip()
     for match in _AXIS.finditer(text):
-        letters = tuple((match[1] or "").split()) if match[1] is not None else (match[2],)
+        letters = (match[2],) if match[1] is None else tuple(match[1].split())
         if not letters or not set(letters) <= LETTERS or (len(letters) > 1 and "1" in letters):
             raise UsageError(f"{line!r}: found the axis {match[0]}, expected letters of N K L S T G P H D E 1")
         axes.append("".join(letters))
@@ -166,7 +161,7 @@ def _steps(text: str) -> Iterator[Step]:
         if piece == "**":
             raise UsageError(f"{text!r}: ** is any folders of FILES; a path has a name or * for each key")
         elif piece.startswith("@") and len(piece) > 1:
-            yield AttributeStep(piece[1:])
+            yield AttributeStep(piece[1:], piece)
         elif piece.startswith("["):
             yield _items(piece)
         else:

@@ -99,9 +99,7 @@ class Layout:
         lines = {name: [str(a) for a in found] for name, found in self.addresses.items()}
         lines |= {name: [f"={pattern.text}", *lines.get(name, ())] for name, pattern in self.templates.items()}
         entries: dict[str, Any] = {n: found[0] if len(found) == 1 else found for n, found in lines.items()}
-        entries |= {
-            n: [str(a) for a in found] for n, found in zip(_LISTS, (self.records, self.ignore), strict=True) if found
-        }
+        entries |= {name: [str(a) for a in getattr(self, name)] for name in _LISTS if getattr(self, name)}
         return entries | dict(self.settings)
 
     def to_toml(self) -> str:
@@ -183,16 +181,16 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
     addresses: dict[str, tuple[Address, ...]] = {}
     templates: dict[str, Pattern] = {}
     settings: dict[str, Any] = {}
-    lists: dict[str, tuple[Address, ...]] = {}
+    lists: dict[str, tuple[Address, ...]] = dict.fromkeys(_LISTS, ())
     for name, value in _flat(entries).items():
         listed = value if isinstance(value, list | tuple) and value else [value]
         try:
             if name in _LISTS:
-                lists[name] = lists.get(name, ()) + _addresses(value, 1 << 10)
+                lists[name] += _addresses(value, 1 << 10)
             elif _is_setting(name, value):
                 settings[name] = value
             elif name == _OTHER_STATES:
-                lists["ignore"] = lists.get("ignore", ()) + _addresses(value, 2)
+                lists["ignore"] += _addresses(value, 2)
             elif str(listed[0]).startswith("="):
                 templates[name] = _template(name, listed[0], is_in_front=listed is value)
                 if listed is value:
@@ -204,11 +202,12 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
                     _check_words(address)
         except UsageError as error:
             raise UsageError(f"{where}: {name}: {error}") from None
-    _add_records(addresses, lists.get("records", ()))
-    layout = Layout(addresses, templates, lists.get("records", ()), lists.get("ignore", ()), settings)
+    if lists["records"] and addresses.keys().isdisjoint(STATES):
+        addresses[STATES[0]] = (below(lists["records"][0], STATES[0]),)  # under their own name
+    layout = Layout(addresses, templates, lists["records"], lists["ignore"], settings)
     if layout.is_filter and _OTHER_STATES not in entries:
         return layout
-    if not any(name in addresses for name in STATES):
+    if addresses.keys().isdisjoint(STATES):
         only = f"{_OTHER_STATES}: mean-pooled states cannot be stored; " * (_OTHER_STATES in entries)
         raise UsageError(f"{where}: {only}states no hidden_states or last_token; a line for one of them is needed")
     _check_scores(layout, where)
@@ -256,12 +255,6 @@ def _last_name(addresses: tuple[Address, ...]) -> str:
         return ""
     text = addresses[0].path[-1].text if addresses[0].path else PurePath(addresses[0].files.text).stem
     return re.sub(r"[\s-]+|(?<=[a-z])(?=[A-Z])", "_", text.lstrip("@")).lower()
-
-
-def _add_records(addresses: dict[str, tuple[Address, ...]], records: tuple[Address, ...]) -> None:
-    """Add a place for the states under their own name, if no line states another."""
-    if records and not any(name in addresses for name in STATES):
-        addresses[STATES[0]] = (below(records[0], STATES[0]),)
 
 
 def below(record: Address, name: str) -> Address:

@@ -11,8 +11,6 @@ from tracestore.ingest.layout.fields import KEEP, KEY, RECORD_FIELDS, STATES, Fi
 from tracestore.ingest.layout.language import Layout, below
 from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, VALUE, Pattern
 
-# The tokens of states are their axis S, also if they begin at prompt_length.
-_OF_STATES = {"G": "S"}
 # Axes along which others lie behind each other.
 _FLAT = ("NS", "NK", "KN", "LD", "SD")
 # Names of what may bind the order of rows but says that the order is another one (rule 13a).
@@ -54,11 +52,9 @@ class Place:
     @cached_property
     def wild(self) -> frozenset[str]:
         """The wildcards of files and path, each named by the text up to it."""
-        found = {f"*{prefix}" for prefix in wild_prefixes(self.address.files.text)}
-        for prefix, step in self.steps():
-            if isinstance(step, KeyStep) and _WILD.search(step.text):
-                found.add(f"*{prefix}/{step.text}")
-        return frozenset(found)
+        keys = ((prefix, step.text) for prefix, step in self.steps() if isinstance(step, KeyStep))
+        wild = (f"{prefix}/{text}" for prefix, text in keys if _WILD.search(text))
+        return frozenset(f"*{text}" for text in (*wild_prefixes(self.address.files.text), *wild))
 
     @cached_property
     def crossed(self) -> frozenset[str]:
@@ -109,10 +105,9 @@ class Place:
     @cached_property
     def position_prefix(self) -> str | None:
         """The text before the items by position that bind N; None if N is an axis, or nothing binds it."""
-        for prefix, step in self.steps():
-            if isinstance(step, ItemsStep) and step.letter == "N":
-                return prefix
-        return None
+        return next(
+            (prefix for prefix, step in self.steps() if isinstance(step, ItemsStep) and step.letter == "N"), None
+        )
 
 
 def wild_prefixes(text: str) -> list[str]:
@@ -275,15 +270,15 @@ def _place(layout: Layout, name: str, address: Address, part: int = 0, *, is_opt
     rule = layout.rule(name)
     axes = address.axes_of(rule.axes)
     is_open = name.startswith(("S.offsets", "S.owner", "shape.")) and len(layout.addresses[name]) == 1
-    if rule.kind == "known" and is_open and address.axes is None:
+    if is_open and address.axes is None:
         axes = ("V",)  # any number of values
     if unknown := [axis for axis in axes if len(axis) > 1 and axis not in _FLAT]:
         raise UsageError(
             f"{name}: {address}: found ({' '.join(unknown[0])}), expected (N S), (N K), (K N), (L D) or (S D); "
             f"shape.{layout.states} gives the shape of flat numbers"
         )
-    if name == STATES[0]:
-        axes = tuple(_OF_STATES.get(axis, axis) for axis in axes)
+    if name == STATES[0]:  # their tokens are the axis S, also if they begin at prompt_length
+        axes = tuple("S" if axis == "G" else axis for axis in axes)
     if axes.count("S") == 2:
         second = len(axes) - 1 - axes[::-1].index("S")
         axes = (*axes[:second], "Q", *axes[second + 1 :])

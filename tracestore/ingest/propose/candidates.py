@@ -190,11 +190,11 @@ def _may_be_meant(refusal: str, cost: int, candidate: Candidate) -> bool:
     """Return whether a refused order of the axes may be meant, in files that are damaged."""
     if _EXTENTS.search(refusal):
         return False
-    lines, settings = candidate.layout.addresses, candidate.layout.settings
+    lines = candidate.layout.addresses
     if IS_MASKED in refusal and "attentions" in _padded_fields(candidate):
         return False
     # Lengths that differ leave out zeros, NaN or one token id, at the end that no entry states.
-    if _ASKS_SIDE in refusal and candidate.outcome.varies and "S.lengths" in lines and "S.side" not in settings:
+    if _ASKS_SIDE in refusal and candidate.outcome.varies and "S.lengths" in lines:
         return False
     # Without another array that has S, a layer that lost a token makes traces of it, in the other order.
     is_of_sizes = _SIZES.search(refusal) is not None and not PROOFS_OF_S.isdisjoint(lines)

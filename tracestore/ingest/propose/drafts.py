@@ -12,14 +12,7 @@ from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation
 from tracestore.ingest.propose.leftovers import left_over
 from tracestore.ingest.propose.looking import texts_of
-from tracestore.ingest.propose.meanings import (
-    STATES,
-    Meaning,
-    ask_label,
-    is_of_bits,
-    may_be_label,
-    meaning_of,
-)
+from tracestore.ingest.propose.meanings import STATES, Meaning, ask_label, is_of_bits, may_be_label, meaning_of
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame, extents_of, fitting, states_axes, unusual
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Case, Line
@@ -86,9 +79,7 @@ class Drafter:
         self.meanings = [meaning_of(leaf, frozenset(siblings[leaf.files, leaf.path[:-1]])) for leaf in leaves]
         self._name_ranges()
         # The only column of 0 and 1 may be a label if no other key is named as one: its meaning is asked.
-        unnamed = [
-            m for m in self.meanings if not m.field and not m.reason and m.leaf.rank < 2 and may_be_label(m.leaf)
-        ]
+        unnamed = [m for m in self.meanings if not m.field and not m.reason and may_be_label(m.leaf)]
         if len(unnamed) == 1 and not any(m.verdicts for m in self.meanings):
             ask_label(unnamed[0])
         self._extents = {m.leaf.place: extents_of(m, self.meanings) for m in self.meanings}
@@ -278,15 +269,13 @@ class Drafter:
         has_items = bool(leaf.items_at)
         if name == "L.ids" and not has_items:
             return True
-        inner = self.places.binders(leaf)
-        if leaf.files == frame.leaf.files:
-            if self.places.binders(frame.leaf) <= inner:
-                return leaf.rank > 0 or identity.mode != "stack" or has_items
-            if identity.mode == "ids" and not inner:
-                return False
         if identity.mode == "stack":
             return leaf.rank > 0 or has_items
-        return has_items or bool(leaf.bound - AXIS_NAMES.keys())
+        inner, is_same_file = self.places.binders(leaf), leaf.files == frame.leaf.files
+        if is_same_file and self.places.binders(frame.leaf) <= inner:
+            return True
+        is_of_file = is_same_file and identity.mode == "ids" and not inner
+        return not is_of_file and (has_items or bool(leaf.bound - AXIS_NAMES.keys()))
 
 
 def _rows_next_to(lengths: Leaf, leaf: Leaf) -> str:
@@ -341,12 +330,10 @@ def _with_classes(draft: Draft, address: str, classes: Sequence[str]) -> Iterato
     fields = [name for name in JUDGMENTS if name not in draft.entries and (is_said or way in (None, SCORES[name]))]
     fields = fields[:1] if is_said else fields
     is_open = not is_said and (way is None or any(word.isdecimal() for word in classes))
-    doubts = [f"{' or '.join(classes)} in the names: no word gives their meaning"] * (is_open and bool(fields))
-    unread = ["the class in the names is not read"]
-    doubts += unread * (not fields)
+    doubts = [f"{' or '.join(classes)} in the names: no word gives their meaning"] * is_open
     if not is_said and not draft.entries.keys().isdisjoint(JUDGMENTS):  # folders may say something else
         plain = {name: _without_class(value) for name, value in draft.entries.items()}
-        yield replace(draft, entries=plain, unproved=[*draft.unproved, *unread])
+        yield replace(draft, entries=plain, unproved=[*draft.unproved, "the class in the names is not read"])
     for name in fields:
         entries: dict[str, Any] = draft.entries | {name: "={verdict}"}
         for word, is_correct in are_correct.items():

@@ -154,9 +154,8 @@ class Places:
             values = [_stem(str(value).replace("\\", "/")) for value in leaf.scalars]
             is_table = leaf.files != states.files and not leaf.rank and len(leaf.items_at) == 1
             may_name = is_named or (leaf.number_kind == "s" and meaning.field != "question_id")
-            if may_name and is_table and values and stems.issuperset(values) and values not in found:
-                if not is_named and len(set(values)) < len(values):
-                    continue
+            is_said = is_named or len(set(values)) == len(values)
+            if may_name and is_table and is_said and values and stems.issuperset(values) and values not in found:
                 found.append(values)
                 prefix = leaf.path[: leaf.items_at[0] + 1]
                 items = {(leaf.files, prefix): f"[file={'/'.join(leaf.path[len(prefix) :])}]"}
@@ -270,9 +269,8 @@ class Places:
 
     def _step(self, states: Leaf, prefix: Path_, row: Row, doubts: list[str], *, is_first: bool, has_id: bool) -> str:
         """Return what stands for the items of a prefix on the way to the states."""
-        bound = {name for names in self._names(states).values() for name in names}
         keys = {"id": "question_id"} if has_id else {}
-        keys |= {name: name for name in ("sample", *_BOUND_BY_ROWS) if name not in bound or name == "sample"}
+        keys |= {name: name for name in ("sample", *_BOUND_BY_ROWS) if name not in states.bound or name == "sample"}
         pairs = [f"{name}={'/'.join(row[key].leaf.path[len(prefix) :])}" for name, key in keys.items() if key in row]
         if pairs:
             return f"[{', '.join(pairs)}]"

@@ -267,9 +267,8 @@ def _numbers_of_layers(family: Family, path: Path_, maps: Contexts) -> Family:
     is_inside = any(name == "id" or name[0] == "[" for name in where)
     last = (words_of(path[-1]) if path else ()) or ("",)
     is_said = COUNTED.get(last[-1]) == "layer"
-    if not (is_said and last[-1] in ("layers", "blocks")) and not (
-        is_inside and all(_may_be_layer(value) for key, value in seen.keys.items() if _key(key) in family.members)
-    ):
+    values = (value for key, value in seen.keys.items() if _key(key) in family.members)
+    if last[-1] not in ("layers", "blocks") and not (is_inside and all(map(_may_be_layer, values))):
         return family
     members = {name: {"layer": bound["id"]} for name, bound in family.members.items()}
     return Family(family.pattern.replace("{id}", "{layer}"), members, "" if is_said else NUMBERS)

@@ -156,9 +156,7 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     bound : frozenset of str
         Letters that its names bind.
     """
-    required, optional = (
-        [letter for letter in letters if letter not in bound] for letters in _wanted(name, frame, is_stacked=is_stacked)
-    )
+    required, optional = _wanted(name, frame, is_stacked=is_stacked, bound=bound)
     pairs = [(spot.dims, sizes) for spot in leaf.spots[:_MAX_SPOTS] for sizes in frame.matching(leaf, spot)]
 
     is_of_batches = leaf.files != frame.leaf.files and not leaf.bound and bool(frame.leaf.bound - AXIS_NAMES.keys())
@@ -176,22 +174,18 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     ]
     # Of as many layers as the states with layers in front, and heads in front of one layer less, the first is meant:
     # the second has one head more than layers, and its states hold the embeddings.
-    if any("LH" in "".join(axes).replace("1", "") and _num_layers(axes, leaf) == frame.num_layers for axes in found):
-        found = [axes for axes in found if _num_layers(axes, leaf) == frame.num_layers]
-    return found
+    first = leaf.spots[0].dims
+    whole = [axes for axes in found if (first[axes.index("L")] if "L" in axes else None) == frame.num_layers]
+    return whole if any("LH" in "".join(axes).replace("1", "") for axes in whole) else found
 
 
-def _wanted(name: str, frame: Frame, *, is_stacked: bool) -> tuple[list[str], list[str]]:
-    """Return the letters that the axes of a field must be, and those that they may be."""
+def _wanted(name: str, frame: Frame, *, is_stacked: bool, bound: frozenset[str]) -> tuple[list[str], list[str]]:
+    """Return the letters that the axes of a field must be, and those that they may be, without those that names bind."""
     optional, required = map(list, _LETTERS.get(name, ("1", "")))
     required += ["N"] * (is_stacked and "N" in frame.axes) + ["P"] * (name == "attentions" and "P" in frame.axes)
     if "(N S)" in frame.axes and "S" in required and is_stacked:
         required = ["(N S)" if letter == "S" else letter for letter in required if letter != "N"]
-    return required, optional
-
-
-def _num_layers(axes: Axes, leaf: Leaf) -> int | None:
-    return leaf.spots[0].dims[axes.index("L")] if "L" in axes else None
+    return [one for one in required if one not in bound], [one for one in optional if one not in bound]
 
 
 def _is_attention(axes: Axes) -> bool:
@@ -199,10 +193,9 @@ def _is_attention(axes: Axes) -> bool:
     if "S" not in axes:
         return True
     first = axes.index("S")
-    is_pass = "P" not in axes or not {"H", "L"} <= set(axes) or axes[1] == "L"
-    return (
-        is_pass and axes[first + 1 : first + 2] == ("S",) and not ({"H", "L"} <= set(axes) and axes.index("H") > first)
-    )
+    is_of_heads = {"H", "L"} <= set(axes)
+    is_in_front = not is_of_heads or (axes.index("H") < first and ("P" not in axes or axes[1] == "L"))
+    return is_in_front and axes[first + 1 : first + 2] == ("S",)
 
 
 def _is_size(letter: str, dim: int | None, sizes: Sizes, frame: Frame, name: str) -> bool:

@@ -81,10 +81,9 @@ class Case:
     def _has(self, *names: str) -> bool:
         return any(name in self.lines for name in names)
 
-    def _keys(self, *names: str) -> list[str]:
-        """Return the last keys of the addresses of fields."""
-        paths = [self.lines[name].address.rpartition(" : ")[2] for name in names if name in self.lines]
-        return [path.rpartition("/")[2] for path in paths]
+    def _words(self, name: str) -> set[str]:
+        """Return the words of the last key of the address of a field."""
+        return set(words_of(self.lines[name].address.rpartition(" : ")[2].rpartition("/")[2]))
 
     @cached_property
     def _address(self) -> str:
@@ -175,7 +174,7 @@ class Case:
         if self._may_be_moved():
             yield "tokens: a state may belong to the token before the one that it generated"
         are_heads = self._has("attentions") and self.lines["attentions"].axes[-3:-2] == ("L",)
-        if are_heads and not any(SAYING["averaged"] & set(words_of(key)) for key in self._keys("attentions")):
+        if are_heads and not SAYING["averaged"] & self._words("attentions"):
             yield "attentions: no word says that heads are averaged: L may be the heads of one layer"
 
     def _may_be_moved(self) -> bool:
@@ -276,21 +275,19 @@ class Case:
 
     def _of_prompts(self) -> Iterator[str]:
         """Yield what else a prompt_length may count; the name may say the question, or its values those of texts."""
-        # The reading compares the lengths of prompts and of single traces.
-        if self._has("S.mask", *["S.lengths"] * self._is_stacked):
-            yield "prompt_length: it may count padding"
-        if any("context" in words_of(key) for key in self._keys("prompt_length")):
-            yield "prompt_length: the length of a context may be that of a window or of a document"
+        words = self._words("prompt_length")
         lengths = [m.leaf.scalars for m in self.places.meanings if m.field == "prompt_length"]
         texts = [m.leaf.scalars for m in self.places.meanings if m.field == "question"]
         counts = [[count(str(text)) for text in values] for values in texts for count in TEXT_COUNTS]
-        is_said = any("question" in words_of(key) for key in self._keys("prompt_length"))
-        if is_said or any([int(value) for value in values] in counts for values in lengths):
-            yield OF_TEXT
-        if any(set(words_of(key)) <= {"n", "num", "prompt"} for key in self._keys("prompt_length")):
-            yield "prompt_length: it may be the number of the prompt, or of prompts"
-        if any("start" in words_of(key) for key in self._keys("prompt_length")):
-            yield "prompt_length: it may be a place in the text of the answer"
+        doubts = {
+            # The reading compares the lengths of prompts and of single traces.
+            "prompt_length: it may count padding": self._has("S.mask", *["S.lengths"] * self._is_stacked),
+            "prompt_length: the length of a context may be that of a window or of a document": "context" in words,
+            OF_TEXT: "question" in words or any([int(value) for value in values] in counts for values in lengths),
+            "prompt_length: it may be the number of the prompt, or of prompts": words <= {"n", "num", "prompt"},
+            "prompt_length: it may be a place in the text of the answer": "start" in words,
+        }
+        yield from (text for text, is_open in doubts.items() if is_open)
 
 
 def _num_characters(texts: list[Leaf], spot: Spot) -> int:

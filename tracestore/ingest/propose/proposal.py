@@ -87,9 +87,7 @@ class Proposal:
             return f"{count} would fit, and none is proved ({why}); --field lines choose one, tracestore inspect prints them"
         unread = [f"{name}: {why}" for name, why in self.observation.unread.items()]
         why = [*self.refusals, *unread, "no array is named as hidden states"][0]
-        has_arrays = any(
-            spot.dims for leaf in self.observation.leaves for spot in leaf.spots if leaf.number_kind in "fv"
-        )
+        has_arrays = any(leaf.rank for leaf in self.observation.leaves if leaf.number_kind in "fv")
         way = "; tracestore inspect prints the arrays, --field lines name them" * has_arrays
         return f"no layout fits: {why}{way}"
 

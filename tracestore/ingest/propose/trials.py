@@ -143,7 +143,8 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     outcome.num_tokens = (min(sizes)[0], max(sizes)[0])
     outcome.has_passes = all(prompt > 1 for _, prompt in sizes) and len({size - prompt for size, prompt in sizes}) > 1
     outcome.moved = _moved(execution.plan, ids, is_partial=outcome.is_partial)
-    outcome.counts_text = _counts_text(questions, [prompt for _, prompt in sizes])
+    prompts = [prompt for _, prompt in sizes]
+    outcome.counts_text = all(questions) and any(list(map(count, questions)) == prompts for count in TEXT_COUNTS)
     outcome.digest = digest.digest()
     outcome.has_copies = not outcome.is_last_token and len(set(states)) < len(states)
     outcome.counts = {name: (values.count(1), values.count(0), len(values)) for name, values in labels.items()}
@@ -157,7 +158,7 @@ def is_padded_by(layout: Layout, outcome: Outcome, files: Mapping[str, Path]) ->
     """
     entries = layout.to_entries()
     padding = [entries.pop(name) for name in ("S.mask", "S.lengths") if name in entries]
-    if not padding or not outcome.varies or "S.side" in entries:
+    if not padding or not outcome.varies:
         return False
     entries["ignore"] = [*entries.get("ignore", ()), *(str(line).rpartition(" -> ")[0] or line for line in padding)]
     with suppress(TracestoreError):
@@ -191,11 +192,6 @@ def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
             outcome.num_traces += 1
             num_bytes += size[0] * size[1] * record.num_tokens * 4
             yield record
-
-
-def _counts_text(questions: Sequence[str], lengths: Sequence[int]) -> bool:
-    """Return whether lengths are the numbers of characters, or of words, of all questions."""
-    return all(questions) and any(list(map(count, questions)) == lengths for count in TEXT_COUNTS)
 
 
 def _moved(plan: Plan, ids: Sequence[tuple[int, str]], *, is_partial: bool) -> list[str]:

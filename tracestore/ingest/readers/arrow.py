@@ -31,15 +31,16 @@ _MAX_RANK = 8
 
 def read_arrow(content: Content) -> Value:
     """Return the rows of an Arrow file or stream."""
-    return _rows(arrow_batches(content.mapped, content.limits), content.limits)
+    return _rows("Arrow", arrow_batches(content.mapped, content.limits), content.limits)
 
 
 def read_parquet(content: Content) -> Value:
     """Return the rows of a Parquet file."""
-    return _rows(parquet_batches(content.mapped, content.limits), content.limits)
+    return _rows("Parquet", parquet_batches(content.mapped, content.limits), content.limits)
 
 
-def _rows(batches: Iterator[Any], limits: Limits) -> Value:
+def _rows(kind: str, found: Iterator[Any], limits: Limits) -> Value:
+    batches = _validated(kind, found)
     first = next(batches, None)
     if first is None:
         return ListItems([], lambda value: value)
@@ -47,6 +48,19 @@ def _rows(batches: Iterator[Any], limits: Limits) -> Value:
     metadata = {_text(key): _text(value) for key, value in (first.schema.metadata or {}).items()}
     rows = (row for batch in chain((first,), batches) for row in opener.rows(batch))
     return StreamItems(rows, metadata, is_lent=True)
+
+
+def _validated(kind: str, batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield record batches whose offsets do not point outside of their buffers; refuse what the library cannot read."""
+    with needs("inputs"):
+        import pyarrow as pa
+    try:
+        for batch in batches:
+            batch.validate(full=True)
+            yield batch
+    except (pa.ArrowException, *FAULTS, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidInputError(f"truncated or damaged {kind} file: {reason}") from None
 
 
 def _class_names(schema: Any) -> dict[str, list[str]]:
@@ -65,22 +79,17 @@ def _text(data: bytes) -> str:
 
 def arrow_batches(mapped: MappedFile, limits: Limits) -> Iterator[Any]:
     """Yield the record batches of a file or stream as views of it; compressed ones are inflated."""
-    with needs("inputs"):
-        import pyarrow as pa
+    import pyarrow as pa
+
     is_file = mapped.read(0, min(len(ARROW_MAGIC), len(mapped))) == ARROW_MAGIC
     view = memoryview(mapped)[len(ARROW_MAGIC) if is_file else 0 :]
     if not len(view):
         raise InvalidInputError("truncated: no schema")
-    try:
-        source = pa.BufferReader(pa.py_buffer(view))
-        for message in pa.ipc.MessageReader.open_stream(source):
-            limits.charge(0, _inflated_bytes(message), 0)
-        _check_end(view[source.tell() :], is_file=is_file)
-        for batch in pa.ipc.open_stream(pa.py_buffer(view)):
-            batch.validate(full=True)  # otherwise offsets could point outside the file
-            yield batch
-    except (pa.ArrowException, *FAULTS, OSError) as error:
-        raise InvalidInputError(f"truncated or damaged Arrow file: {_line(error)}") from None
+    source = pa.BufferReader(pa.py_buffer(view))
+    for message in pa.ipc.MessageReader.open_stream(source):
+        limits.charge(0, _inflated_bytes(message), 0)
+    _check_end(view[source.tell() :], is_file=is_file)
+    yield from pa.ipc.open_stream(pa.py_buffer(view))
 
 
 def _check_end(rest: memoryview, *, is_file: bool) -> None:
@@ -92,29 +101,20 @@ def _check_end(rest: memoryview, *, is_file: bool) -> None:
 
 def parquet_batches(mapped: MappedFile, limits: Limits) -> Iterator[Any]:
     """Yield record batches of a Parquet file; columns of texts with a dictionary keep it."""
-    with needs("inputs"):
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     groups = list(row_groups(mapped))
     names = sorted(set().union(*(group.dictionary_columns for group in groups)))
-    try:
-        source = pa.BufferReader(pa.py_buffer(mapped))
-        file = pq.ParquetFile(source, pre_buffer=False, read_dictionary=names)
-        for k, group in enumerate(groups):
-            if group.num_rows == 0:
-                continue
-            limits.charge(0, group.decoded_bytes, 0)
-            rows = _BATCH_BYTES // max(1, group.decoded_bytes // group.num_rows)
-            rows = max(1, min(rows, _MAX_BATCH_ROWS))
-            for batch in file.iter_batches(rows, row_groups=[k], use_threads=False):
-                batch.validate(full=True)
-                yield batch
-    except (pa.ArrowException, *FAULTS, OSError) as error:
-        raise InvalidInputError(f"truncated or damaged Parquet file: {_line(error)}") from None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    source = pa.BufferReader(pa.py_buffer(mapped))
+    file = pq.ParquetFile(source, pre_buffer=False, read_dictionary=names)
+    for k, group in enumerate(groups):
+        if group.num_rows == 0:
+            continue
+        limits.charge(0, group.decoded_bytes, 0)
+        rows = _BATCH_BYTES // max(1, group.decoded_bytes // group.num_rows)
+        rows = max(1, min(rows, _MAX_BATCH_ROWS))
+        yield from file.iter_batches(rows, row_groups=[k], use_threads=False)
 
 
 def _inflated_bytes(message: Any) -> int:

@@ -15,17 +15,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
 from tracestore.ingest.readers.content import Content, refusals
 from tracestore.ingest.readers.hdf5_process import CRASHED, HDF5Process, Idle
-from tracestore.ingest.tree import (
-    Array,
-    Group,
-    Items,
-    ListItems,
-    Selection,
-    Value,
-    array_value,
-    dtype_name,
-    native,
-)
+from tracestore.ingest.tree import Array, Group, Items, ListItems, Selection, Value, array_value, dtype_name, native
 
 _DTYPE = re.compile(r"[<>|](?:[biufc](?:1|2|4|8|16)|[SV]\d{1,7})")
 _PAGE_BYTES = 4 << 20
@@ -123,7 +113,7 @@ class HDF5Group(_HDF5Value, Group):  # type: ignore[override]
             raise InvalidInputError(description[0], field=path[:60])
         shape = tuple(map(int, description[0]))
         if kind == "array":
-            return _array(self._file, path, shape, _dtype(description[1]), tuple(map(int, description[2])))
+            return _array(self._file, path, shape, _dtype(description[1]))
         items = HDF5Items(self._file, path, shape)
         return items if shape else items[0]
 
@@ -143,9 +133,7 @@ def _dtype(description: Any) -> np.dtype:
     raise InvalidInputError(CRASHED)
 
 
-def _array(file: _File, path: str, shape: tuple[int, ...], dtype: np.dtype, inner: tuple[int, ...]) -> Value:
-    if inner:
-        raise InvalidInputError("found arrays as values of an array, expected numbers or texts", field=path[:60])
+def _array(file: _File, path: str, shape: tuple[int, ...], dtype: np.dtype) -> Value:
     array = HDF5Array(file, path, shape, dtype)
     if dtype.kind in "biufc" and shape:
         return array
@@ -164,16 +152,10 @@ class HDF5Array(_HDF5Value, Array):  # type: ignore[override]
 
     def read(self, selection: Selection = ()) -> np.ndarray:
         """Return the values of a selection."""
-        places: list[Any] = []
-        shape: list[int] = []
-        for part, extent in zip(selection, self.shape, strict=False):
-            if isinstance(part, slice):
-                begin, end, _ = part.indices(extent)
-                places.append([begin, max(begin, end)])
-                shape.append(max(begin, end) - begin)
-            else:
-                places.append(range(extent)[part])
-        expected = (*shape, *self.shape[len(selection) :])
+        whole = [slice(None)] * (self.ndim - len(selection))
+        parts = [range(extent)[part] for part, extent in zip((*selection, *whole), self.shape, strict=True)]
+        places = [[part.start, part.start + len(part)] if isinstance(part, range) else part for part in parts]
+        expected = tuple(len(part) for part in parts if isinstance(part, range))
         answer = self._file.request(path=self._path, selection=places)
         if tuple(answer["shape"]) != expected:
             raise InvalidInputError(CRASHED, field=self._path[:60])

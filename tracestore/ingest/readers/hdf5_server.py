@@ -123,25 +123,17 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
-def shape_of(shape: tuple[int, ...], selection: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the shape of a selection of the leading axes."""
-    return (*(k.stop - k.start for k in selection if isinstance(k, slice)), *shape[len(selection) :])
-
-
-def parts_of(
-    dataset: Any, full: tuple[int, ...], selection: tuple[Any, ...], dtype: np.dtype, chunks: Any
-) -> Iterator[np.ndarray]:
-    """Yield the values of a selection of an array of shape `full`, in parts along the first axis that it keeps."""
-    shape = shape_of(full, selection)
+def parts_of(dataset: Any, selection: tuple[Any, ...], shape: list[int]) -> Iterator[np.ndarray]:
+    """Yield the values of a selection of all axes, which have this shape, in parts along the first axis that it keeps."""
     if not math.prod(shape):
         return
-    axis = next((k for k, part in enumerate(selection) if isinstance(part, slice)), len(selection))
-    if axis == len(full):
-        yield np.asarray(dataset[selection], dtype)
+    if not shape:
+        yield np.asarray(dataset[selection], dataset.dtype)
         return
-    first = selection[axis].start if axis < len(selection) else 0
-    chunk = chunks[axis] if chunks is not None and axis < len(chunks) else 1
-    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    axis = next(k for k, part in enumerate(selection) if isinstance(part, slice))
+    first = selection[axis].start
+    chunk = 1 if dataset.chunks is None else dataset.chunks[axis]
+    row_bytes = math.prod(shape[1:]) * dataset.dtype.itemsize
     rows = max(1, _PART_BYTES // (row_bytes * chunk)) * chunk
     if rows * row_bytes > _MAX_CHUNK_BYTES:
         rows = max(1, _MAX_CHUNK_BYTES // row_bytes)
@@ -223,11 +215,12 @@ class _Server:
         if "rows" in request:
             return self._rows(item, path, *request["rows"])
         selection = tuple(slice(*k) if isinstance(k, list) else k for k in request["selection"])
-        arrays = parts_of(item, item.shape, selection, item.dtype, item.chunks)
+        shape = [part.stop - part.start for part in selection if isinstance(part, slice)]
+        arrays = parts_of(item, selection, shape)
         if item.dtype.names:  # without the gaps that the fields may have in the file
             packed = np.dtype(_description(item.dtype))
             arrays = (array.astype(packed) for array in arrays)
-        return {"shape": shape_of(item.shape, selection)}, arrays
+        return {"shape": shape}, arrays
 
     def _list(self, group: Any, begin: int) -> dict[str, Any]:
         if group.name.count("/") > _MAX_DEPTH:
@@ -235,11 +228,8 @@ class _Server:
         if begin == 0:
             self._names = iter(group)
         names = list(islice(self._names, _LIST_ROWS))
-        entries = []
-        for name in names:
-            child = self._groups.child(group, name)
-            if child is not None:
-                entries.append([name, *self._entry(child)])
+        children = ((name, self._groups.child(group, name)) for name in names)
+        entries = [[name, *self._entry(child)] for name, child in children if child is not None]
         return {"entries": entries, "next": begin + len(names) if len(names) == _LIST_ROWS else None}
 
     def _entry(self, child: Any) -> tuple[Any, ...]:
@@ -250,11 +240,9 @@ class _Server:
             check_dataset(child)
         except InvalidInputError as error:
             return ("refused", error.reason)
-        dtype = child.dtype
-        if dtype.kind == "O":
-            is_text = h5py.check_string_dtype(dtype) is not None
-            return ("texts" if is_text else "lists"), child.shape
-        return "array", child.shape, _description(dtype), dtype.shape
+        if child.dtype.kind == "O":  # values of variable length: texts or lists
+            return "items", child.shape
+        return "array", child.shape, _description(child.dtype)
 
     def _rows(self, dataset: Any, name: str, begin: int, end: int) -> Answer:
         values = page_of(dataset, begin, end) if dataset.shape else [dataset[()]]
@@ -263,9 +251,7 @@ class _Server:
         arrays = [np.asarray(value) for value in values]
         if any(array.dtype.kind not in "biufc" or array.ndim != 1 for array in arrays):
             raise InvalidInputError("found nested lists of variable length, expected numbers", field=name[:60])
-        return {"sizes": [array.size for array in arrays], "dtype": arrays[0].dtype.str if arrays else "<f4"}, iter(
-            arrays
-        )
+        return {"sizes": [array.size for array in arrays], "dtype": arrays[0].dtype.str}, iter(arrays)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,7 @@ from tracestore.ingest.files.npz import DAMAGE, StoredArray, damaged, stored_arr
 from tracestore.ingest.pickles.pickle_reader import load_objects
 from tracestore.ingest.readers.content import Content, refusals
 from tracestore.ingest.readers.objects import ObjectOpener
-from tracestore.ingest.tree import (
-    Array,
-    Charge,
-    Selection,
-    Value,
-    array_value,
-    dtype_name,
-    native,
-    nested_group,
-)
+from tracestore.ingest.tree import Array, Charge, Selection, Value, array_value, dtype_name, native, nested_group
 from tracestore.store.io.scratch import Scratch
 
 # A compressed array of texts, records or no axes is read when it is opened.
@@ -92,7 +83,7 @@ class CompressedArray(Array):
 
     def whole(self) -> np.ndarray:
         """Inflate the array."""
-        with self._opened() as stream:
+        with self._stored.stream() as stream:
             array = self._inflated(stream, self.shape[::-1] if self._stored.is_fortran else self.shape)
             if stream.read(1):
                 raise InvalidInputError("trailing bytes after an array")
@@ -101,16 +92,12 @@ class CompressedArray(Array):
     def _rows(self, begin: int, end: int) -> np.ndarray:
         """Inflate rows, from the beginning if a later one was read before."""
         if self._stream is None or self._next > begin:
-            self._stream, self._next = self._opened(), 0
+            self._stream, self._next = self._stored.stream(), 0
         while self._next < begin:
             self._inflated(self._stream, self.shape[1:])
             self._next += 1
         self._next = end
         return self._inflated(self._stream, (end - begin, *self.shape[1:]))
-
-    def _opened(self) -> IO[bytes]:
-        assert self._stored.open_values is not None
-        return self._stored.open_values()
 
     def _inflated(self, stream: IO[bytes], shape: tuple[int, ...]) -> np.ndarray:
         out = self._scratch.empty(shape, self._stored.dtype)

@@ -17,7 +17,7 @@ from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject
 from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, SafeClass
 from tracestore.ingest.pickles.sparse import PickledSparse
-from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, refusal, refusals
+from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, refusals
 from tracestore.ingest.tree import (
     Array,
     Charge,
@@ -42,41 +42,31 @@ class ObjectOpener:
     """Return values of a pickle as values of the tree, each charged when it is opened."""
 
     def __init__(self, limits: Limits) -> None:
-        self._charge: Charge = limits.charge
+        self.charge: Charge = limits.charge
 
     def __call__(self, value: Any) -> Value:
         """Return a value of the tree."""
-        kind, charge = type(value), self._charge
+        kind = type(value)
+        self.charge(len(value) if kind is str else 0)
+        if kind is str or kind in _SCALARS:
+            return value  # type: ignore[no-any-return]
         if kind is dict:
-            charge()
-            return ObjectGroup(_keyed(value), self, charge)
-        if kind in _SCALARS:
-            charge()
-            return value  # type: ignore[no-any-return]
-        if kind is str:
-            charge(len(value))
-            return value  # type: ignore[no-any-return]
-        if kind is PickledArray and isinstance(value.array, np.ndarray):
-            charge()
-            return array_value(value.array, charge)
-        charge()
+            return ObjectGroup(_keyed(value), self)
         if kind is list or kind is tuple:
-            return ListItems(value, self, charge)
-        try:
+            return ListItems(value, self, self.charge)
+        with refusals(FAULTS):
             return self._special(value)
-        except FAULTS as error:
-            raise refusal(error) from None
 
     def _special(self, value: Any) -> Value:
         if isinstance(value, PickledArray | PickledTensor):
             array = value.resolve()
-            return self(array) if isinstance(array, list) else array_value(array, self._charge)
+            return self(array) if isinstance(array, list) else array_value(array, self.charge)
         if isinstance(value, np.ndarray | np.generic):
-            return array_value(value, self._charge)
+            return array_value(value, self.charge)
         if isinstance(value, bytes | bytearray | memoryview):
-            return bytes_value(value, self._charge)
+            return bytes_value(value, self.charge)
         if isinstance(value, PickledSparse):
-            return SparseArray(value, self._charge)
+            return SparseArray(value, self.charge)
         if isinstance(value, PandasObject):
             columns = value.values()
             return self._rows(columns) if isinstance(columns, dict) else self(columns)
@@ -93,14 +83,14 @@ class ObjectOpener:
     def _rows(self, columns: dict[str, Sequence[Any]]) -> Value:
         """Return columns of one length as rows."""
         rows = range(len(next(iter(columns.values()))))
-        return ListItems(rows, lambda k: MappingGroup(columns, lambda column: self(column[k])), self._charge)
+        return ListItems(rows, lambda k: MappingGroup(columns, lambda column: self(column[k])), self.charge)
 
     def _object(self, value: PickledObject) -> Value:
         text = value.plain()
         if text is not value:
             return self(text)
         if value.args and not value.fields:
-            return ListItems(value.args, self, self._charge)
+            return ListItems(value.args, self, self.charge)
         fields = value.fields if isinstance(value, PickledDict) else {**dict(enumerate(value.args)), **value.fields}
         return MappingGroup(fields, self, {"class": value.name})
 
@@ -108,11 +98,8 @@ class ObjectOpener:
 class ObjectGroup(MappingGroup):
     """A group of a dict of a pickle."""
 
-    __slots__ = ("_charge",)
-
-    def __init__(self, values: Mapping[Any, Any], open_value: ObjectOpener, charge: Charge) -> None:
-        super().__init__(values, open_value)
-        self._charge = charge
+    __slots__ = ()
+    _open: ObjectOpener
 
     def at_hand(self, keys: Sequence[Any]) -> list[Any]:
         """Return what the parser has made for each key; NotImplemented for values that are opened by their key."""
@@ -124,30 +111,25 @@ class ObjectGroup(MappingGroup):
             kind = type(value)
             if kind is str:
                 text_bytes += len(value)
-            elif kind is PickledArray or kind is PickledTensor:
-                value = value.array if kind is PickledArray else value.resolve()
-                if type(value) is _NDARRAY and value.ndim and value.dtype.kind in "fiu" and value.dtype.isnative:
-                    array_bytes += value.nbytes
-                else:
-                    value = NotImplemented
-            elif kind is list and value:
-                count += len(value)
-                first = type(value[0])
-                if first in (PickledArray, PickledTensor) and (arrays := _arrays_of_one_dtype(value)) is not None:
-                    value = arrays
+            elif kind in _ARRAYS or (kind is list and value):
+                items = value if kind is list else [value]
+                first = type(items[0])
+                count += len(items) if kind is list else 0
+                if first in _ARRAYS and (arrays := _arrays_of_one_dtype(items)) is not None:
+                    value = arrays if kind is list else arrays[0]
                     array_bytes += sum([array.nbytes for array in arrays])
-                elif first is str and set(map(type, value)) == _TEXTS:
-                    text_bytes += sum(map(len, value))
+                elif first is str and set(map(type, items)) == _TEXTS:
+                    text_bytes += sum(map(len, items))
                 else:
                     value = NotImplemented
             elif kind not in _SCALARS:
                 value = NotImplemented
             found.append(value)
-        self._charge(text_bytes, array_bytes, count)
+        self._open.charge(text_bytes, array_bytes, count)
         return found
 
 
-_TEXTS, _NDARRAY = {str}, np.ndarray
+_TEXTS, _ARRAYS = {str}, (PickledArray, PickledTensor)
 
 
 def _arrays_of_one_dtype(values: list[Any]) -> list[np.ndarray] | None:
@@ -159,7 +141,7 @@ def _arrays_of_one_dtype(values: list[Any]) -> list[np.ndarray] | None:
     dtype = getattr(arrays[0], "dtype", None)
     if dtype is None or dtype.kind not in "fiu" or not dtype.isnative:
         return None
-    is_other = [type(array) is not _NDARRAY or array.dtype is not dtype or not array.ndim for array in arrays]
+    is_other = [type(array) is not np.ndarray or array.dtype is not dtype or not array.ndim for array in arrays]
     return None if True in is_other else arrays
 
 

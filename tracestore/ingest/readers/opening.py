@@ -101,17 +101,16 @@ def _root(path: Path, scratch: Scratch, resources: ExitStack) -> Value:
 
 def _streamed_pickle(path: Path, compression: str, scratch: Scratch, resources: ExitStack) -> Value | None:
     """Return the tree of a compressed pickle that can be read while it is inflated; None for every other file."""
-    opened = resources.enter_context(ExitStack())
-    chunks = opened.enter_context(closing(InflatedChunks(path, compression=compression)))
+    chunks = resources.enter_context(closing(InflatedChunks(path, compression=compression)))
     first = chunks()
     if not first.startswith(b"\x80") or is_legacy(memoryview(first[:_HEAD_BYTES])):
-        opened.close()
+        chunks.close()
         return None
     pending = [first]
     source = value_reader(lambda: pending.pop() if pending else chunks(), chunks.disk_bytes, scratch)
     value = objects.read_pickle(source, Limits(lambda: chunks.inflated_bytes, chunks.disk_bytes), is_list=True)
     if value is None:
-        opened.close()
+        chunks.close()
     elif isinstance(value, Items):
         value.is_lent = True  # of the chunks
     return value

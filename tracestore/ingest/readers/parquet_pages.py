@@ -78,30 +78,26 @@ def _row_group(mapped: MappedFile, group: dict[int, Any], leaves: list[dict[int,
     if found.num_rows < 0 or len(group[1]) != len(leaves):
         raise ValueError
     for chunk, leaf in zip(group[1], leaves, strict=True):
-        meta = chunk[3]
-        path = b".".join(meta[3]).decode("utf-8", "replace")
-        has_dictionary = _add_chunk(mapped, meta, leaf, path, found)
-        if has_dictionary and meta[1] == _BYTE_ARRAY:
-            found.dictionary_columns.add(path)
+        _add_chunk(mapped, chunk[3], leaf, found)
     return found
 
 
-def _add_chunk(mapped: MappedFile, meta: dict[int, Any], leaf: dict[int, Any], path: str, found: RowGroup) -> bool:
-    """Add the values of the pages of one column, and return whether they have a dictionary."""
+def _add_chunk(mapped: MappedFile, meta: dict[int, Any], leaf: dict[int, Any], found: RowGroup) -> None:
+    """Add the values of the pages of one column."""
+    path = b".".join(meta[3]).decode("utf-8", "replace")
     width = leaf[2] if meta[1] == _FIXED else 4 if meta[1] == _BYTE_ARRAY else _WIDTHS[meta[1]]
     position = min(meta[9], meta.get(11) or meta[9])
     end, expected = position + meta[7], meta[5]
     if not 0 <= position <= end <= len(mapped) or expected < 0 or width < 0:
         raise ValueError
     count = repeated = 0
-    has_dictionary = False
     while position < end and count < expected:
         page, position = _page(mapped, position, end)
         if not 0 <= page[3] <= end - position or not 0 <= page[2] <= _MAX_PAGE_BYTES:
             raise InvalidInputError(f"found a page of {page[2]:,} bytes, expected at most {_MAX_PAGE_BYTES:,}")
         position += page[3]
         if page[1] == _DICTIONARY:
-            has_dictionary = True
+            found.dictionary_columns.update([path] * (meta[1] == _BYTE_ARRAY))
             found.decoded_bytes += page[2] + width * page[7][1]
             continue
         header = page.get(5) or page.get(8)
@@ -121,7 +117,6 @@ def _add_chunk(mapped: MappedFile, meta: dict[int, Any], leaf: dict[int, Any], p
         raise InvalidInputError(
             f"found {count:,} repeated values in {found.num_rows:,} rows; write smaller row groups", field=path[:60]
         )
-    return has_dictionary
 
 
 def _page(mapped: MappedFile, position: int, end: int) -> tuple[dict[int, Any], int]:
@@ -131,12 +126,11 @@ def _page(mapped: MappedFile, position: int, end: int) -> tuple[dict[int, Any], 
         data = mapped.read(position, min(end, position + size))
         try:
             page, length = _struct(data, 0, 0)
+            return page, position + length
         except IndexError:
             if len(data) < size or size >= _MAX_HEAD_BYTES:
                 raise
             size *= 16  # statistics in a header hold texts
-            continue
-        return page, position + length
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
