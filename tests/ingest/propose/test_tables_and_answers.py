@@ -365,3 +365,11 @@ def test_a_number_per_file_has_no_rows(tmp_path):
             for dim in range(4):
                 save(tmp_path / f"in/layer_{layer}_d{dim}_{k}.npy", states(4, seed=9 * k + layer))
     check_candidates(tmp_path, proposal_of(tmp_path))
+
+
+def test_columns_without_a_letter_number_nothing(tmp_path):
+    """A table whose header counts its columns, as pandas writes it, is neither rows nor numbers of batches."""
+    (tmp_path / "in").mkdir()
+    np.save(tmp_path / "in/hidden_states.npy", np.stack([states(3, 5, 16, seed=k) for k in range(6)]))
+    (tmp_path / "in/1.csv").write_text("0,1\n" + "".join(f"{k},{k + 7}\n" for k in range(6)))
+    assert "none is proved" in proposal_of(tmp_path).refusal()

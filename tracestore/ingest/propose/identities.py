@@ -363,7 +363,7 @@ class Places:
         columns: dict[str | None, Leaf] = {}
         for leaf in (meaning.leaf for meaning in self.meanings if meaning is not ids):
             if (leaf.files, leaf.path[:-1]) == place and leaf.number_kind == "i" and not leaf.rank:
-                first, *others = words_of(leaf.key)
+                first, *others = words_of(leaf.key) or ("",)  # a name without a letter
                 if SAYING["numbers of rows"].issuperset((first, *others)):
                     columns["N"] = leaf
                 elif _OF_NUMBERS.issuperset(others):
