@@ -40,6 +40,16 @@ def test_a_prompt_and_its_answer(tmp_path, word, form, has_ids):
         assert not has_ids or traces[f"q{k}"].tokens.tolist() == [5, 6, 7, 8 + k, *range(20, 22 + k)]
 
 
+def test_a_word_of_labels_next_to_a_prompt_and_its_answer(tmp_path):
+    found = []
+    for k in range(3):
+        parts = {"prompt_states": states(3, 4, 8, seed=k), "answer_states": states(3, 2, 8, seed=9 + k)}
+        found.append({"id": f"q{k}", **parts, "label": "nope" if k else "correct"})
+    dump(tmp_path / "in/a.pkl", found)
+    labels = [[traces[f"q{k}"].score for k in range(3)] for traces in stores_of(tmp_path)]
+    assert [1, 0, 0] in labels
+
+
 def test_files_of_a_prompt_and_its_answer(tmp_path):
     for k in range(3):
         save(tmp_path / f"in/q{k}_prompt.npy", states(3, 4, 8, seed=k))

@@ -351,6 +351,8 @@ def test_an_unknown_id_is_named_with_its_sample(store):
             assert isinstance(caught.value, UsageError)
         with pytest.raises(KeyError, match="no such id: q4, sample 3"):
             traces.index_of("q4", 3)
+        with pytest.raises(TypeError):
+            traces.index_of("q4", 0.9)
 
 
 @pytest.mark.parametrize(("error", "text", "code"), [

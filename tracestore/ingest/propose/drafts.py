@@ -302,8 +302,10 @@ def _in_parts(draft: Draft) -> Draft | None:
             rest = [text for text in draft.left_out if text not in taken]
             ignored = [text for text in draft.entries["ignore"] if text not in taken]
             entries = draft.entries | parts | {"ignore": ignored}
+            if not ignored:
+                del entries["ignore"]
             doubts = [*draft.unproved, f"hidden_states: the {word} may not follow the prompt"]
-            return replace(draft, entries={k: v for k, v in entries.items() if v}, unproved=doubts, left_out=rest)
+            return replace(draft, entries=entries, unproved=doubts, left_out=rest)
     return None
 
 

@@ -1,5 +1,6 @@
 """Opening a store for reading."""
 
+import operator
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -228,7 +229,7 @@ class TraceStore(TraceCollection):
         UnknownTraceError
             With the id, if the trace is absent.
         """
-        index = self.internals.index.find(str(question_id), sample)
+        index = self.internals.index.find(str(question_id), operator.index(sample))
         if index < 0:
             raise UnknownTraceError(question_id, *([sample] if sample else []))
         return index
