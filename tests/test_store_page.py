@@ -141,3 +141,12 @@ def test_an_issue_links_to_its_trace(chromium, page):
         visit.page.locator("a[href='#trace-30']").first.click()
         assert visit.page.locator("#trace-30").is_visible()
         assert "window.hacked=1" in visit.page.locator("#trace-30").inner_text()
+
+
+def test_scores_on_another_scale_that_agree_with_the_labels_are_no_issue(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(20):
+            writer.append(make_trace(k, tokens=4), score=90.0 - 4 * k, label=int(k >= 10))
+    report(tmp_path / "s.zarr", "--output", tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert "label differs" not in page and "hallucinated (label 1)" in page and '"threshold"' not in page

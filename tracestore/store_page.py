@@ -16,7 +16,7 @@ from tracestore.pages.document import Section, document
 from tracestore.pages.elements import Html, TableCell, card, cards, command, details, element, join, paragraph, table
 from tracestore.pages.plots import Series, heat_map, histogram, plot
 from tracestore.store.format import schema
-from tracestore.store.format.labels import CORRECT
+from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, is_in_unit_range
 from tracestore.store.html import trace_facts, trace_texts, view_command
 from tracestore.store.io.fsio import atomic_write, check_destination, map_os_errors
 from tracestore.store.maintain.lint import KINDS, LintReport, lint_traces
@@ -68,10 +68,11 @@ def write_report(
         Bokeh is not installed.
     """
     check_destination(path)
-    score_threshold = store.internals.score_threshold(score_threshold)
     targets = store.targets(score_threshold)
     classes = np.select([targets >= 0.5, targets < 0.5], [0, 1], 2)
     issues = lint_traces(store, score_threshold, progress) if lint else None
+    if score_threshold is None and is_in_unit_range(store.scores):
+        score_threshold = DEFAULT_THRESHOLD
     examples = _examples(classes)
     sections = [
         Section("Contents", _contents(store, classes, score_threshold)),
@@ -109,11 +110,11 @@ def _facts(store: TraceStore) -> dict[str, object]:
     }
 
 
-def _contents(store: TraceStore, classes: np.ndarray, threshold: float) -> Html:
+def _contents(store: TraceStore, classes: np.ndarray, threshold: float | None) -> Html:
     counts = np.bincount(classes, minlength=3).tolist()
     direction = "below" if store.score_direction == CORRECT else "at or above"
     names = (
-        f"hallucinated (score {direction} {threshold:g}, or label 1)",
+        f"hallucinated ({f'score {direction} {threshold:g}, or ' if threshold is not None else ''}label 1)",
         "correct",
         "unlabeled: excluded from training",
     )
@@ -177,12 +178,12 @@ def _field_counts(store: TraceStore) -> list[tuple[str, int]]:
     return sorted(known, key=lambda item: (-item[1], item[0]))
 
 
-def _distributions(store: TraceStore, classes: np.ndarray, threshold: float) -> Html:
+def _distributions(store: TraceStore, classes: np.ndarray, threshold: float | None) -> Html:
     lengths, scores = store.num_tokens, store.scores
     figures = []
     for title, values, label, references in (
         ("Length", lengths[:] * 1.0, "tokens of a trace", ()),
-        (f"Score: {store.score_name}", scores, "score", [("threshold", "x", threshold)]),
+        (f"Score: {store.score_name}", scores, "score", [] if threshold is None else [("threshold", "x", threshold)]),
     ):
         known = np.isfinite(values) & ((values > 0) | (label == "score"))
         if known.any():

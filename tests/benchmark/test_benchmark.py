@@ -210,6 +210,19 @@ def test_a_score_on_another_scale_is_no_source_of_labels(path, tmp_path):
 
 
 @pytest.mark.long
+def test_the_default_score_on_another_scale_is_no_source_without_a_threshold(path, tmp_path):
+    scores = write_scores(tmp_path / "scores.csv", {f"q{k}": 100.0 * (k % 3 == 0) for k in range(COUNT)})
+    command("score", path, "--scores", scores, "--name", "whole", "--default", check=0)
+    for threshold, sources in ((None, None), (50.0, ["stored labels", "whole"])):
+        out = tmp_path / str(threshold)
+        run_benchmark([path], out, BenchmarkOptions(("length",), score_threshold=threshold), lambda _: None)
+        found = json.loads((out / "benchmark.json").read_text())
+        label_sources = found["stores"]["s"]["label_sources"]
+        assert (label_sources and list(label_sources["sources"])) == sources
+        assert ("--score-threshold 50.0" in (out / "report.html").read_text()) == (threshold is not None)
+
+
+@pytest.mark.long
 def test_the_threshold_of_a_score_is_not_that_of_others(path, tmp_path):
     """A threshold from 0 to 1 is one of the chosen score, whose values need not lie there."""
     for name, low, high in (("signed", -1.0, 1.0), ("judge", 0.2, 0.8)):

@@ -133,3 +133,13 @@ def test_damaged_checkpoints_are_refused_in_one_line(store, tmp_path):
 def test_detector_without_a_state_cannot_be_saved(store):
     with pytest.raises(UsageError, match="TorchModel cannot be saved"):
         content("lstm_solo", make_detector("lstm_solo"), store, store.indices, 1.0, 0.0, 0.0)
+
+
+def test_traces_with_nan_have_no_score(store, tmp_path):
+    detector = make_detector("length").fit(store, np.arange(40), LABELS[:40])
+    save_checkpoint(tmp_path / "d.pt", content("length", detector, store, store.indices, 1.0, 0.0, 0.0))
+    traces = [make_labeled(k) for k in range(4)]
+    traces[2]["hidden_states"][0][0, 0] = np.nan
+    words = "--store", write_store(tmp_path / "s.zarr", traces), "--output", tmp_path / "o.csv"
+    assert "no score for 1 trace" in command("predict", "--checkpoint", tmp_path / "d.pt", *words, check=0).stdout
+    assert (tmp_path / "o.csv").read_text().splitlines()[3].endswith(",,")

@@ -13,7 +13,7 @@ from tests.ingest.execute.folders import dump, states, table
 from tests.malicious_inputs.stores import Store
 from tracestore.convert import cutting
 from tracestore.errors import CorruptStoreError
-from tracestore.store.maintain.lint import lint_store
+from tracestore.store.maintain.lint import lint_store, lint_traces
 from tracestore.store.write.writer import StoreWriter
 
 LINES = ["hidden_states = *.pkl : [id=id]/hs -> L S D", "is_correct = labels.csv : [id=id]/ok"]
@@ -506,6 +506,9 @@ def test_another_file_of_the_same_name_stays_open(tmp_path, monkeypatch):
     convert_field(tmp_path / "one", store, "label", line, commits=1, monkeypatch=monkeypatch)
     convert_field(tmp_path / "two", store, "label", line)
     assert lint_store(store).counts["open_source"] == 1
+    merged = [store, shutil.copytree(store, tmp_path / "other.zarr")]
+    with tracestore.open(merged) as both:
+        assert lint_traces(both).counts["open_source"] == 2
 
     convert_field(tmp_path / "one", store, "label", line)
     assert values(store) == {"q0": (0, {}), "q1": (1, {})}

@@ -16,7 +16,7 @@ from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.models import detector_loss
-from tracestore.detectors.registry import make_model
+from tracestore.detectors.registry import MODELS, make_model
 from tracestore.errors import MissingFieldError, UsageError
 
 LAYERS, DIM = 4, 24
@@ -348,3 +348,9 @@ def test_readers_draw_masks_of_their_own():
     model.readers[1].load_state_dict(model.readers[0].state_dict())
     first, second = model(torch.randn(4, LAYERS, DIM), TraceMasks(key=1, first=0, count=4)).reader_logits.T
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_model_names_the_module_that_is_recomputed(name):
+    model = make_model(name, ModelConfig(4, 8))
+    assert model.recomputed in set(model.children())

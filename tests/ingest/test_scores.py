@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import command, convert, make_traces, write_pickle, write_store
+from tests.helpers import command, convert, make_trace, make_traces, write_pickle, write_store
 from tests.train.runs import FAST, write_labeled
 from tracestore.errors import UsageError
 from tracestore.store.format.labels import ScoreField
@@ -325,3 +325,14 @@ def test_the_questions_of_a_file_are_counted_once(tmp_path):
     done = convert(write_pickle(tmp_path / "a.pkl", traces), tmp_path / "s.zarr", "--scores", path)
     assert "column score, 2 questions" in done.stdout
     assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 0.25, 0.5, 0.75]
+
+
+def test_groups_alone_leave_the_direction_of_the_store(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr", score_direction="hallucination") as writer:
+        for k in range(10):
+            writer.append(make_trace(k), score=float(k < 3))
+    rows = "".join(f"q{k},,g{k}\n" for k in range(10))
+    (tmp_path / "groups.csv").write_text("question_id,score,group\n" + rows)
+    words = ("score", tmp_path / "s.zarr", "--scores", tmp_path / "groups.csv", "--on-conflict", "keep-first", "--json")
+    found = json.loads(command(*words, check=0).stdout)
+    assert found["score_direction"] == "hallucination" and found["labels"].startswith("3 of 10")

@@ -10,7 +10,7 @@ from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.gine import GraphInputs
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.models import detector_loss
-from tracestore.detectors.registry import make_model
+from tracestore.detectors.registry import MODELS, make_model
 from tracestore.oom.guard import OOMGuard
 
 NO_KERNEL = "could not create a primitive descriptor for the LSTM forward propagation primitive. Run workload with environment variable ONEDNN_VERBOSE=all to get additional diagnostic information."
@@ -118,7 +118,7 @@ def make(name, optimizer="adam", drawn="by trace", dtype=torch.float64, **option
     batch, y = select_layers(graphs(dtype), model.layers_read), torch.tensor([0.0, 1.0, 1.0, 0.0])
 
     def loss_of(begin, end):
-        inputs = sequences[begin:end] if name.startswith("lstm_solo") else batch.traces(begin, end)
+        inputs = sequences[begin:end] if MODELS[name].view == "sequence" else batch.traces(begin, end)
         if drawn == "by torch":
             output = model(inputs)
         else:

@@ -1,5 +1,6 @@
 """Test the search against plain loops over all traces, and the reading of results."""
 
+import json
 import shutil
 from urllib.parse import parse_qsl
 
@@ -10,6 +11,7 @@ import tracestore
 from tests.helpers import make_trace
 from tests.serve.conftest import COUNT, DETECTOR
 from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.evaluation.metrics import probability
 from tracestore.serve.results import Results
 from tracestore.serve.search import Query, TraceSearch
 
@@ -186,6 +188,55 @@ def test_as_many_traces_of_a_benchmark_are_predicted_as_are_labeled(store, tmp_p
     results = Results.read([tmp_path / "scores.csv"], store)
     predicted = results.probabilities["d:question"][10:30] >= results.thresholds["d:question"]
     assert [predicted[0::2].sum(), predicted[1::2].sum()] == [num_hallucinated // 2] * 2
+
+
+def test_each_training_of_a_detector_has_its_own_threshold(store, tmp_path):
+    """Traces are judged by the mean distance of their logits above the thresholds of their trainings, also by a probe."""
+    thresholds, logits = {0: -3.0, 1: 3.0}, {4: -2.5, 5: -3.5, 6: 3.5, 7: 2.5}
+    rows, entries = [], []
+    for fold, threshold in thresholds.items():
+        traces = [4 + 2 * fold, 5 + 2 * fold]
+        scores = {"trace_index": traces, "question_id": [f"q{k}" for k in traces], "sample": [0, 0], "group": ["", ""]}
+        scores |= {"label": [0, 1], "logit": [logits[k] for k in traces]}
+        entries.append({"test": {}, "threshold": threshold, "temperature": 1.0, "test_scores": scores})
+        rows += [f"q{k},0,{k},test,{fold},42,{k % 2},{p},{p}" for k in traces for p in [1 / (1 + np.exp(-logits[k]))]]
+    curve = {"history": {key: [0.5] for key in ("train_loss", "val_loss", "val_auroc")}}
+    document = {
+        "models": {"lstm_solo": curve | {"test": {}, "threshold": 0.0}}, "probe": {"test": {}, "threshold": 0.0},
+        "config": {"seed": 42}, "store": {"path": "", "provenance": []}, "traces": "",
+        "runs": [{"fold": k, "seed": 42, "models": {"lstm_solo": curve | entry}} for k, entry in enumerate(entries)],
+        "probes": [{"fold": k} | entry for k, entry in enumerate(entries)],
+    }  # fmt: skip
+    (tmp_path / "results.json").write_text(json.dumps(document))
+    header = "question_id,sample,trace_index,split,fold,seed,label,lstm_solo,logistic_probe"
+    (tmp_path / "predictions.csv").write_text("\n".join([header, *rows]))
+    search = TraceSearch(store, Results.read([tmp_path], store))
+    for name in ("lstm_solo", "logistic_probe"):
+        assert np.flatnonzero(search.results.predicts(name)).tolist() == [4, 6]
+        assert search.results.threshold(name) is None
+        targets = search.targets[[4, 5, 6, 7]]
+        assert search.is_missed(name)[[4, 5, 6, 7]].tolist() == (targets != [1, 0, 1, 0]).tolist()
+    known = {4: 0, 5: 1, 6: 0, 7: 1}
+    assert search.num_other_labels == sum(search.targets[k] != label for k, label in known.items())
+    assert sum(search.is_missed("lstm_solo")) and search.num_other_labels
+
+
+@pytest.mark.parametrize("logit", [-1.2459109472530652, 0.1, 2.7, -709.0])
+def test_a_trace_at_the_threshold_is_predicted_hallucinated(store, results_folder, tmp_path, logit):
+    document = json.loads((results_folder / "results.json").read_text())
+    document["models"]["lstm_solo"]["threshold"] = logit
+    (tmp_path / "results.json").write_text(json.dumps(document))
+    header = "question_id,sample,trace_index,split,fold,seed,label,lstm_solo"
+    p = float(probability(np.array(logit)))
+    (tmp_path / "predictions.csv").write_text(f"{header}\nq4,0,4,test,,42,1,{p!r}\n")
+    assert Results.read([tmp_path], store).predicts("lstm_solo")[4]
+
+
+@pytest.mark.parametrize("name", ["score", "correct", "is_correct"])
+def test_a_column_whose_high_values_mean_correct_is_no_probability(store, tmp_path, name):
+    (tmp_path / "s.csv").write_text(f"question_id,sample,{name}\nq4,0,0.9\n")
+    with pytest.raises(UsageError, match="a high value is correct"):
+        Results.read([tmp_path / "s.csv"], store)
 
 
 def test_unreadable_texts_raise_instead_of_an_empty_result(served_store, tmp_path):

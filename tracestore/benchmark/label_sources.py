@@ -16,13 +16,13 @@ from tracestore.store.read.store import TraceStore
 STORED = "stored labels"
 
 
-def label_sources(data: LabeledStore, score_threshold: float) -> dict[str, np.ndarray]:
+def label_sources(data: LabeledStore, score_threshold: float | None) -> dict[str, np.ndarray]:
     """Return the labels of each source of a store for its labeled traces.
 
     Parameters
     ----------
     data : LabeledStore
-    score_threshold : float
+    score_threshold : float, optional
         Threshold of the score that the detectors are fitted to; the others have the default one.
 
     Returns
@@ -31,25 +31,26 @@ def label_sources(data: LabeledStore, score_threshold: float) -> dict[str, np.nd
         ``(n,)`` float64 for the stored labels and each named score; 1 for a hallucination, NaN for a trace without it.
         Sources without any of the traces are left out, and those of `scores_without_threshold`.
     """
-    store, left_out = data.store, scores_without_threshold(data.store)
+    store, left_out = data.store, scores_without_threshold(data.store, score_threshold)
     found = {STORED: store.labels[data.indices]}
     for name, score in store.score_fields.items():
         if name in left_out:
             continue
         values = store.named_scores(name)[data.indices]
-        threshold = score_threshold if name == store.score_name else DEFAULT_THRESHOLD
+        threshold = score_threshold if name == store.score_name else None
+        threshold = DEFAULT_THRESHOLD if threshold is None else threshold
         found[name] = derive(values, np.full(len(values), np.nan), threshold, score.direction)
     return {name: labels for name, labels in found.items() if not np.isnan(labels).all()}
 
 
-def scores_without_threshold(store: TraceStore) -> list[str]:
-    """Return the named scores, except the chosen one, that have values outside [0, 1]: no threshold is known for them."""
-    others = (name for name in store.score_fields if name != store.score_name)
+def scores_without_threshold(store: TraceStore, score_threshold: float | None) -> list[str]:
+    """Return the named scores that have values outside [0, 1], except the chosen one if a threshold is given for it."""
+    others = (name for name in store.score_fields if score_threshold is None or name != store.score_name)
     return [name for name in others if not is_in_unit_range(store.named_scores(name))]
 
 
 def compare_sources(
-    data: LabeledStore, measured: Sequence[Measured], score_threshold: float, seed: int
+    data: LabeledStore, measured: Sequence[Measured], score_threshold: float | None, seed: int
 ) -> dict[str, Any] | None:
     """Return the comparison of label sources in the form of benchmark.json, None for a store with one source.
 

@@ -4,7 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,8 @@ def run_benchmark(
     if len(opened) != len(stores):
         raise UsageError("two stores have the same name; rename one of them")
     _check_stores(list(opened.values()), options)
-    thresholds = [store.internals.score_threshold(options.score_threshold) for store in opened.values()]
-    options = replace(options, score_threshold=thresholds[0])
+    for store in opened.values():
+        store.internals.score_threshold(options.score_threshold)  # refuses scores that need one
     with lock_output_dir(output_dir):
         checkpoints = output_dir.glob("checkpoints*/*.pt") if options.save_detectors else ()
         if not options.overwrite and ((output_dir / RESULTS).exists() or any(checkpoints)):
@@ -195,7 +195,7 @@ def _run(
         )
         for text in (*store.describe_labels(options.score_threshold), *store.describe_shared_keys(targets)):
             activity.log(text)
-        for score in scores_without_threshold(store):
+        for score in scores_without_threshold(store, options.score_threshold):
             activity.log(
                 f"score {score}: values outside [0, 1], no source of labels; --score {score} --score-threshold T takes it"
             )
@@ -315,8 +315,7 @@ def _run_store(
     with activity.step("metrics and tests"):
         detectors = {m.name: info[m.name] | evaluate(m, data, options.seed) for m in measured}
         comparisons = compare_schemes(measured, data, options.seed)
-        threshold = data.store.internals.score_threshold(options.score_threshold)
-        label_sources = compare_sources(data, measured, threshold, options.seed)
+        label_sources = compare_sources(data, measured, options.score_threshold, options.seed)
     return {
         "store": data.store.info(),
         "folds": {"sha256": folds.digest, "num_folds": folds.num_folds, "seed": folds.seed, "schemes": [*data.folds]},

@@ -3,8 +3,9 @@
 `ModelConfig` has the options of the architecture; the registry sets those of the edge-free twins and of
 version 0. Sizes: B traces, L layers, D hidden size of the language model, N nodes of all graphs.
 
-A model has `layers_read`, a Standardizer, which is fitted before training, and `forward(inputs, masks)`, which returns
-a DetectorOutput with the logits (B, R) of R readers; it drops by TraceDropout, so that a mask depends on the trace alone.
+A model has `layers_read`, a Standardizer, which is fitted before training, `recomputed`, the module whose activations
+are recomputed in backward to save memory, and `forward(inputs, masks)`, which returns a DetectorOutput with the logits
+(B, R) of R readers; it drops by TraceDropout, so that a mask depends on the trace alone. DetectorModel names its class.
 """
 
 from collections.abc import Sequence
@@ -94,6 +95,11 @@ class LstmSolo(nn.Module):
         # The name is a part of the keys of checkpoints.
         self.standardiser = Standardizer(config)
         self.readers = Readers(config.hidden_dim, config)
+
+    @property
+    def recomputed(self) -> nn.Module:
+        """The module whose activations are recomputed."""
+        return self.readers
 
     def forward(self, sequences: torch.Tensor, masks: TraceMasks | None = None) -> DetectorOutput:
         """Return logits for sequences of any float dtype.
@@ -191,6 +197,11 @@ class GnnDetLstm(nn.Module):
         self.encoder = GraphEncoder(config)
         self.readers = Readers(self.encoder.width, config)
 
+    @property
+    def recomputed(self) -> nn.Module:
+        """The module whose activations are recomputed."""
+        return self.encoder
+
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> DetectorOutput:
         """Return logits (B,). Default masks: drawn by torch."""
         return DetectorOutput(self.readers(self.encoder(inputs, masks), masks))
@@ -218,6 +229,11 @@ class GvaeLstm(nn.Module):
         self.logvar = nn.Linear(hidden, latent)
         self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
         self.readers = Readers(latent + self.encoder.width - hidden, config)
+
+    @property
+    def recomputed(self) -> nn.Module:
+        """The module whose activations are recomputed."""
+        return self.encoder
 
     def forward(
         self, inputs: GraphInputs, masks: TraceMasks | None = None, eps: torch.Tensor | None = None

@@ -71,7 +71,7 @@ class FittedDetector:
                 raise
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise UsageError(f"not a complete detector: {self.name} cannot score: {reason:.200}") from error
-        return np.where(np.isfinite(scores), scores, np.nan)
+        return np.where(np.isfinite(scores) & ~store.has_nonfinite[indices], scores, np.nan)
 
 
 def check_shape(name: str, shape: tuple[int, int], store: TraceStore) -> None:

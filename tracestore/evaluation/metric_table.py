@@ -22,7 +22,7 @@ def entries_of(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def pair_name(pair: Mapping[str, Any]) -> str:
     """Return "first - second" for a pair of `compare`."""
-    return f"{pair['first']} - {pair['second']}".replace("logistic_probe", PROBE_NAME)
+    return " - ".join(PROBE_NAME if pair[k] == "logistic_probe" else pair[k] for k in ("first", "second"))
 
 
 def format_table(results: dict[str, Any]) -> str:

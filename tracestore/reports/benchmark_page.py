@@ -1,7 +1,6 @@
 """report.html of a benchmark."""
 
 import itertools
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tracestore.pages.elements import Html, TableCell, element, join, number, pa
 from tracestore.pages.plots import Series, heat_map, plot
 from tracestore.pages.tables import Table
 from tracestore.reports.detector_tables import origin, p_value
+from tracestore.store.html import serve_command
 from tracestore.store.io.fsio import write_atomic
 from tracestore.words import format_size
 
@@ -49,7 +49,8 @@ def write_benchmark(results: Mapping[str, Any], path: Path, command: str | None 
             sections.append(Section(f"{name}, sources of labels", _label_sources(entry["label_sources"])))
         scores = path.with_name("scores.csv" if len(stores) == 1 else f"scores-{name}.csv")
         if "stores" not in entry["store"]:  # serve shows one store
-            serve = shlex.join(["tracestore", "serve", entry["store"]["path"], "--results", str(scores)])
+            config = results["config"]
+            serve = serve_command(entry["store"]["path"], scores, config["score"], config["score_threshold"])
             sections.append(Section(f"{name}, traces", join([paragraph(_SERVE), elements.command(serve)])))
         if entry["skipped"]:
             rows = list(entry["skipped"].items())

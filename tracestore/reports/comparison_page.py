@@ -78,7 +78,9 @@ def _plots(runs: Mapping[str, Any], name: str) -> Html:
     of_runs = {folder: run_scores(results)[name] for folder, results in runs.items()}
     common = set.intersection(*map(set, of_runs.values()))
     for folder, results in runs.items():
-        history = results["models"][name]["history"]["val_auroc"]
+        trainings = [r["models"] for r in results.get("runs") or () if (r["fold"] or 0, r["seed"]) in common]
+        histories = [models[name]["history"]["val_auroc"] for models in trainings or [results["models"]]]
+        history = np.mean(np.array(histories, np.float64), axis=0)
         validation.append(Series(folder, np.arange(1, len(history) + 1), history, has_marks=True))
         scores = [of_run for key, of_run in of_runs[folder].items() if key in common]
         rocs.append(Series(folder, *curves.mean_curve(scores, curves.roc)))

@@ -1,7 +1,6 @@
 """Controls of a training run: scores that know nothing of hidden states or attention, on the same test traces.
 
-A detector near a control may have learned no more than the control: that long answers are wrong, or that
-the questions of a group are hard.
+A detector near a control may have learned no more than the control, such as that long answers are wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,6 @@ from tracestore.store.read.store import TraceStore
 DESCRIPTIONS = {
     "number of tokens": "long traces are hallucinated",
     "mean log-probability": "answers of a low log-probability are hallucinated",
-    "group rate": "the share of hallucinations in the group's training traces",
 }
 # A control has no threshold and no probabilities.
 _METRICS = ("auroc", "auroc_interval", "auprc", "auprc_interval", "num_traces", "num_questions", "too_few")
@@ -46,22 +44,19 @@ def control_entries(
     groups = np.array([store.group(k) for k in range(len(store))], dtype=object)
     tested = np.concatenate([split.indices["test"] for split in splits]).tolist()
     num_tokens = store.num_tokens
-    # Functions of the training and test traces.
-    controls: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {}
+    controls: dict[str, Callable[[np.ndarray], np.ndarray]] = {}  # functions of the test traces
     if (num_tokens[tested] > 0).all():
-        controls["number of tokens"] = lambda _, test: num_tokens[test].astype(np.float64)
+        controls["number of tokens"] = lambda test: num_tokens[test].astype(np.float64)
     if any(store[k].token_logprob is not None for k in tested):
-        controls["mean log-probability"] = lambda _, test: -_mean_logprob(store, test)
-    if (groups != "").any():
-        controls["group rate"] = lambda train, test: _group_rate(groups, targets, train, test)
+        controls["mean log-probability"] = lambda test: -_mean_logprob(store, test)
     found = {}
     for name, score in controls.items():
         runs = []
         for fold, split in enumerate(splits):
-            train, test = split.indices["train"], split.indices["test"]
+            test = split.indices["test"]
             questions = np.array(store.question_ids.take(test), dtype=object)
             labels = (targets[test] >= 0.5).astype(np.int64)
-            runs.append(RunScores(fold, test, questions, groups[test], labels, score(train, test), 0.0, 1.0))
+            runs.append(RunScores(fold, test, questions, groups[test], labels, score(test), 0.0, 1.0))
         of_runs = evaluate_runs(runs, seed)["test"]
         found[name] = {"test": {key: of_runs[key] for key in _METRICS}}
     return found
@@ -81,9 +76,3 @@ def _mean_logprob(store: TraceStore, indices: np.ndarray) -> np.ndarray:
             means[position] = values[np.isfinite(values)].mean()
     known = means[~np.isnan(means)]
     return np.where(np.isnan(means), known.mean() if len(known) else 0.0, means)
-
-
-def _group_rate(groups: np.ndarray, targets: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
-    labels = targets[train] >= 0.5
-    rates = {name: float(labels[groups[train] == name].mean()) for name in set(groups[train]) - {""}}
-    return np.array([rates.get(name, float(labels.mean())) for name in groups[test]])

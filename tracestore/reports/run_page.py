@@ -1,7 +1,6 @@
 """report.html of a training run."""
 
 import datetime
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from tracestore.reports.controls import DESCRIPTIONS
 from tracestore.reports.detector_tables import best_of, model_table, origin, pair_table, verdict
 from tracestore.reports.mistakes import mistake_cards
 from tracestore.store.format.provenance import Provenance
+from tracestore.store.html import serve_command
 from tracestore.store.io.fsio import write_atomic
 from tracestore.store.read.store import TraceStore
 from tracestore.words import format_size
@@ -81,7 +81,7 @@ def report_page(results: Mapping[str, Any], store: TraceStore, run_facts: RunFac
         Section("Layers", _layers(entries)),
         Section("Groups", _groups(entries), "AUROC within each group: means over the runs in which it has both classes."),
         Section("Lengths", _lengths(scores, store), "AUROC of traces of similar length; a quarter of the tests each. Without a bar: one class only."),
-        Section("Most confident mistakes", join([mistake_cards(store, scores, best), _serve(store, folder)]),
+        Section("Most confident mistakes", join([mistake_cards(store, scores, best), _serve(store, folder, results["config"])]),
                 f"Wrong predictions of {best} on the test split, the most confident first."),
         Section("Runs", _runs(results, entries)),
         Section("Out of memory", _events(results["models"])),
@@ -269,11 +269,12 @@ def _lengths(scores: Mapping[str, Sequence[RunScores]], store: TraceStore) -> Ht
     return _plots([figure])
 
 
-def _serve(store: TraceStore, folder: Path) -> Html:
+def _serve(store: TraceStore, folder: Path, config: Mapping[str, Any]) -> Html:
     if len(store.internals.members) > 1:  # serve shows one store
         return Html("")
-    words = ["tracestore", "serve", str(store.path), "--results", str(folder)]
-    return join([paragraph("To list and open all test traces that a model misclassifies:"), command(shlex.join(words))])
+    score = config.get("score") if config.get("score") != store.internals.attributes.default_score else None
+    words = serve_command(store.path, folder, score, config.get("score_threshold"))
+    return join([paragraph("To list and open all test traces that a model misclassifies:"), command(words)])
 
 
 def _runs(results: Mapping[str, Any], entries: Mapping[str, Any]) -> Html:

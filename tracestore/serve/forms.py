@@ -31,7 +31,7 @@ def alert(text: str) -> Html:
 
 def number_field(label: str, name: str, value: float | None, **options: object) -> Html:
     """Return a field for a number; None leaves it empty."""
-    text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    text = "" if value is None else str(value).removesuffix(".0")
     return element("label", label, element("input", type="number", name=name, value=text, **options))
 
 

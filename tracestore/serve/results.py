@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import UsageError, escape_unprintable
+from tracestore.evaluation.metrics import probability
 from tracestore.run_results import read_results
-from tracestore.store.format.labels import FOLD_PREFIX, PREDICTION_COLUMNS, STORE_COLUMN
+from tracestore.store.format.labels import CORRECT, FOLD_PREFIX, PREDICTION_COLUMNS, STORE_COLUMN
 from tracestore.store.io.files import is_same_location, parse_location
 from tracestore.store.io.fsio import open_csv, open_regular
 from tracestore.store.read.store import TraceStore
+from tracestore.store.vocabulary import direction_of
 
 # Column of the logistic probe in predictions.csv. In results.json the probe is not among the models.
 PROBE = "logistic_probe"
@@ -24,6 +26,10 @@ PROBE = "logistic_probe"
 _PREDICTED = "predicted"
 # File that a benchmark writes into its folder.
 _BENCHMARK = "benchmark.json"
+# Threshold of a detector of which none is known.
+_DEFAULT = 0.5
+# Fold, seed and index of a tested trace, as predictions.csv has them; no seed for a probe.
+_Tested = tuple[str, str | None, str]
 
 
 @dataclass
@@ -41,19 +47,28 @@ class Results:
         Metrics of the test split.
     thresholds : dict of float
         Probability from which on the detector predicts a hallucination.
+    margins : dict of ndarray
+        Of a detector that was trained several times, each time with its own threshold: the mean distance of the logit
+        above the threshold, float64 (N,), NaN for a trace that was not tested.
     ranked : set of str
         Detectors of a benchmark. Instead of a probability they have a rank: the share of the traces of the same fold
         that have a lower score; equal scores, also its own, count half.
     num_unknown : int
         Number of predictions for traces that the store lacks.
+    labels : dict of float
+        Labels that the files of results have, 1 for a hallucination, by the index of the trace.
     """
 
     probabilities: dict[str, np.ndarray] = field(default_factory=dict)
     history: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     test: dict[str, dict[str, float]] = field(default_factory=dict)
     thresholds: dict[str, float] = field(default_factory=dict)
+    margins: dict[str, np.ndarray] = field(default_factory=dict)
     ranked: set[str] = field(default_factory=set)
     num_unknown: int = 0
+    labels: dict[int, float] = field(default_factory=dict)
+    # Distances of the logits above the thresholds: of each detector by fold, seed and index in its own store.
+    _of_trainings: dict[str, dict[_Tested, float]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, paths: Sequence[Path], store: TraceStore) -> "Results":
@@ -86,21 +101,40 @@ class Results:
         return found
 
     def _add(self, other: "Results", prefix: str) -> None:
-        for name in ("probabilities", "history", "test", "thresholds"):
+        for name in ("probabilities", "history", "test", "thresholds", "margins"):
             getattr(self, name).update({prefix + key: value for key, value in getattr(other, name).items()})
         self.ranked |= {prefix + name for name in other.ranked}
+        self.labels |= other.labels
         self.num_unknown += other.num_unknown
 
     def _read_models(self, document: dict[str, Any]) -> None:
         models = dict(document["models"])
+        trainings = [(run, run["models"]) for run in document.get("runs") or ()]
         if document.get("probe"):
             models[PROBE] = document["probe"]
+            trainings += [(probe, {PROBE: probe}) for probe in document.get("probes") or ()]
+        of_trainings: dict[str, list[Any]] = {}
+        for run, entries in trainings:
+            for name, entry in entries.items():
+                of_trainings.setdefault(name, []).append((run, entry))
         for name, entry in models.items():
             self.test[name] = {k: v for k, v in entry["test"].items() if isinstance(v, int | float)}
-            # results.json holds a logit.
-            self.thresholds[name] = 1 / (1 + math.exp(-max(entry.get("threshold", 0.0), -700.0)))
+            if name in of_trainings:
+                self._of_trainings[name] = dict(_margins(of_trainings[name]))
+            else:
+                self.thresholds[name] = float(probability(np.array(entry.get("threshold", 0.0))))
             if "history" in entry:
                 self.history[name] = {k: _floats(v) for k, v in entry["history"].items()}
+
+    def predicts(self, name: str) -> np.ndarray:
+        """Return which traces a detector predicts hallucinated, bool (N,); false for a trace without a probability."""
+        threshold = self.threshold(name)
+        above: np.ndarray = self.margins[name] >= 0 if threshold is None else self.probabilities[name] >= threshold
+        return above
+
+    def threshold(self, name: str) -> float | None:
+        """Return the probability from which on a detector predicts a hallucination, None if each training has its own."""
+        return None if name in self.margins else self.thresholds.get(name, _DEFAULT)
 
     def _read_scores(self, rows: "csv.DictReader[str]", store: TraceStore) -> None:
         """Read scores by question id and sample, because indices may differ in another store."""
@@ -129,6 +163,8 @@ class Results:
         As many traces of the highest ranks are predicted hallucinated as are labeled so.
         """
         found = dict(self._rows_of(rows, store))
+        for index, row in found.items():
+            self._keep_label(index, row)
         indices = list(found)
         hallucinated = float(np.mean([float(row["label"]) for row in found.values()])) if found else 0.0
         for name in rows.fieldnames or ():
@@ -150,10 +186,12 @@ class Results:
     def _read_predictions(self, rows: "csv.DictReader[str]", columns: Sequence[str], store: TraceStore) -> None:
         others = (*PREDICTION_COLUMNS, "group", _PREDICTED, STORE_COLUMN)
         names = [name for name in columns if name not in others]
+        if (name := next((n for n in names if direction_of(n.lower()) == CORRECT), None)) is not None:
+            raise ValueError(f"{name}: means that a high value is correct, expected a probability of a hallucination")
         lowest = 1.0 if _PREDICTED in columns else math.inf
-        sums = {name: np.zeros(len(store)) for name in names}
-        counts = {name: np.zeros(len(store), int) for name in names}
+        found: dict[str, dict[int, list[tuple[float, float]]]] = {name: {} for name in names}
         for index, row in self._rows_of(rows, store):
+            self._keep_label(index, row)
             for name in names:
                 value = float(row[name]) if row[name] else math.nan
                 if not math.isnan(value):
@@ -161,12 +199,33 @@ class Results:
                         raise ValueError(f"{name}: found {value:g}, expected a probability")
                     if row.get(_PREDICTED) == "1":
                         lowest = min(lowest, value)
-                    sums[name][index] += value
-                    counts[name][index] += 1
-        for name in names:
-            self.probabilities[name] = np.where(counts[name] > 0, sums[name] / np.maximum(counts[name], 1), np.nan)
-            if lowest < math.inf:
+                    seed = None if name == PROBE else row.get("seed")  # one probe of a fold for all seeds
+                    margins = self._of_trainings.get(name)
+                    margin = math.nan if margins is None else margins[row["fold"], seed, row["trace_index"]]
+                    found[name].setdefault(index, []).append((value, margin))
+        for name, of_traces in found.items():
+            means = np.full((2, len(store)), np.nan)
+            for index, values in of_traces.items():
+                means[:, index] = np.mean(values, axis=0)
+            self.probabilities[name] = means[0]
+            if name in self._of_trainings:
+                self.margins[name] = means[1]
+            elif lowest < math.inf:
                 self.thresholds[name] = lowest
+
+    def _keep_label(self, index: int, row: Mapping[str, str]) -> None:
+        if text := row.get("label"):
+            self.labels[index] = float(text)
+
+
+def _margins(trainings: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[tuple[_Tested, float]]:
+    """Yield the distance of each logit above its threshold, for trainings and the entries of one detector in them."""
+    for training, entry in trainings:
+        fold = "" if training["fold"] is None else str(training["fold"])
+        seed = str(training["seed"]) if "seed" in training else None
+        scores = entry["test_scores"]
+        for trace, logit in zip(scores["trace_index"], scores["logit"], strict=True):
+            yield (fold, seed, str(trace)), logit - entry["threshold"]
 
 
 @contextmanager

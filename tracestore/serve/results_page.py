@@ -35,6 +35,16 @@ def results_sections(search: TraceSearch) -> list[Section]:
                 "Scores of a benchmark are ranks: the share of the fold's traces with a lower score; equal ones count half. "
                 "As many of the highest are predicted hallucinated as are labeled so."
             )
+        if results.margins:
+            notes.append(
+                "A detector without a threshold was trained several times: it predicts a hallucination where its logits are "
+                "on average at or above the thresholds of their trainings."
+            )
+        if num_others := search.num_other_labels:
+            notes.append(
+                f"{num_others:,} traces have another label in these results: misclassified is said by the labels of this "
+                "page, which --score and --score-threshold choose."
+            )
         sections.append(Section("Predictions", _predictions(search), " ".join(notes)))
     curves = _curves(results)
     if curves:
@@ -49,7 +59,7 @@ def _metric(value: float | None) -> object:
 def _predictions(search: TraceSearch) -> Html:
     rows, plots = [], []
     for name, values in search.results.probabilities.items():
-        threshold = search.results.thresholds.get(name, 0.5)
+        threshold = search.results.threshold(name)
         missed = search.is_missed(name)
         false_alarms = int((missed & (search.targets < 0.5)).sum())
         link = element("a", "list the traces", href=address("/store", Query(missed=name).arguments()))
@@ -63,7 +73,7 @@ def _predictions(search: TraceSearch) -> Html:
         }
         plots.append(
             histogram(name, _BINS, counts, x_label=_RANK if name in search.results.ranked else _PROBABILITY,
-                      colors={label: label for label in counts}, references=[("threshold", "x", threshold)])
+                      colors={label: label for label in counts}, references=[] if threshold is None else [("threshold", "x", threshold)])
         )  # fmt: skip
     header = [
         "detector",

@@ -159,11 +159,15 @@ class TraceSearch:
 
     def is_missed(self, name: str) -> np.ndarray:
         """Return which traces a detector misclassifies at its threshold, bool (N,)."""
-        values, threshold = self.results.probabilities[name], self.results.thresholds.get(name, 0.5)
-        missed: np.ndarray = ((self.targets < 0.5) & (values >= threshold)) | (
-            (self.targets >= 0.5) & (values < threshold)
-        )
+        predicted, known = self.results.predicts(name), ~np.isnan(self.results.probabilities[name])
+        missed: np.ndarray = known & ((self.targets < 0.5) & predicted | (self.targets >= 0.5) & ~predicted)
         return missed
+
+    @property
+    def num_other_labels(self) -> int:
+        """Number of traces that have another label in the results."""
+        known = ((float(self.targets[index]), label) for index, label in self.results.labels.items())
+        return sum(not math.isnan(target) and (target >= 0.5) != (label >= 0.5) for target, label in known)
 
     def start_reading(self) -> threading.Thread:
         """Start the thread that reads the texts unless it was started, and return it."""

@@ -129,9 +129,9 @@ def _about(search: TraceSearch, trace: Trace) -> Html:
     }
     rows = []
     for name, probabilities in search.results.probabilities.items():
-        probability, threshold = float(probabilities[trace.index]), search.results.thresholds.get(name, 0.5)
+        probability, threshold = float(probabilities[trace.index]), search.results.threshold(name)
         if probability == probability:
-            predicted = label_name(float(probability >= threshold))
+            predicted = label_name(float(search.results.predicts(name)[trace.index]))
             verdict = "" if target != target else "right" if predicted == label_name(target) else "wrong"
             rows.append([name, number(probability), number(threshold), predicted, verdict])
     header = [

@@ -9,6 +9,7 @@ import numpy as np
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.pages.elements import Html, element, join, number, paragraph, table, tokens
 from tracestore.pages.notebook import fragment
+from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.words import plural
 
 _MAX_TEXT, _MAX_CELL, _MAX_TOKENS, _MAX_ROWS = 1_000, 120, 400, 5
@@ -36,6 +37,14 @@ def view_command(store: Any, index: int) -> str:
         [trace.question_id, *(["--sample", str(trace.sample)] if trace.sample else [])] if is_plain else [str(position)]
     )
     return shlex.join(["tracestore", "view", path, *name])
+
+
+def serve_command(store: object, results: object, score: str | None, score_threshold: float | None) -> str:
+    """Return the command that shows results by the labels that they were made with; `score` None: the store's default."""
+    words = ["tracestore", "serve", str(store), "--results", str(results)]
+    words += [] if score is None else ["--score", score]
+    words += [] if score_threshold in (None, DEFAULT_THRESHOLD) else ["--score-threshold", f"{score_threshold!r}"]
+    return shlex.join(words)
 
 
 def trace_texts(trace: Any) -> Html:

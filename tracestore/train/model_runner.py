@@ -9,9 +9,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tracestore.detectors.dropout import masks_on_device
-from tracestore.detectors.graph.gine import is_fused
+from tracestore.detectors.graph.gine import GINE, is_fused
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.models import DetectorModel, DetectorOutput, LstmSolo, detector_loss
+from tracestore.detectors.models import DetectorModel, DetectorOutput, detector_loss
 from tracestore.detectors.precision import autocast_for
 from tracestore.errors import InsufficientMemoryError
 from tracestore.oom.guard import OOMGuard
@@ -64,7 +64,8 @@ class ModelRunner:
         device, config = self.device, self.config
         if device.type != "cuda" or config.precision == "fp16" or config.activation_checkpointing:
             return None
-        if not (masks_on_device(device) and (isinstance(self.model, LstmSolo) or is_fused(device))):
+        needs_kernels = any(isinstance(module, GINE) for module in self.model.modules())
+        if not masks_on_device(device) or (needs_kernels and not is_fused(device)):
             return None
         self.graphs = StepGraphs(lambda given: self.forward(given)[1], optimizer)
         return self.graphs
@@ -94,17 +95,14 @@ class ModelRunner:
 
 
 def _checkpoint_activations(model: DetectorModel) -> None:
-    """Recompute activations in backward: those of the graph encoder, or of the readers of lstm_solo.
-
-    Dropout draws the same masks again.
-    """
-    module = model.readers if isinstance(model, LstmSolo) else model.encoder
+    """Recompute activations of the model's choice in backward. Dropout draws the same masks again."""
+    module = model.recomputed
     forward = module.forward
 
     def recomputed(*inputs: Any) -> Any:
         return checkpoint(forward, *inputs, use_reentrant=False) if torch.is_grad_enabled() else forward(*inputs)
 
-    module.forward = recomputed  # type: ignore[assignment]
+    module.forward = recomputed
 
 
 @dataclass(frozen=True)

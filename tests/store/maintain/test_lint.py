@@ -1,5 +1,6 @@
 """The command lint: each kind of issue, clean stores, exit codes, --json."""
 
+import itertools
 import json
 import shutil
 
@@ -8,7 +9,7 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT, command, make_trace, segment_of, write_store
-from tracestore.store.maintain.lint import KINDS, MAX_EXAMPLES, lint_store, row_tolerance
+from tracestore.store.maintain.lint import KINDS, MAX_EXAMPLES, lint_store, lint_traces, row_tolerance
 
 
 def softmax_trace(k, tokens=None, dtype="f2", causal=True, layers=2, heads=3):
@@ -186,3 +187,25 @@ def test_missing_and_damaged_stores_are_errors(tmp_path):
     file.write_bytes(file.read_bytes()[:-1])
     done = command("lint", store, check=3)
     assert name in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("samples", "answers", "scores", "found"), [
+    ((1, 2), ("same", "same"), (0.0, 1.0), {"conflicting_scores": 4}),
+    ((0, 1, 2), ("other", "same", "same"), (1.0, 0.0, 1.0), {"conflicting_scores": 4}),
+    ((0, 1, 2), ("x", "y", "z"), (0.7, 0.3, 0.3), {"repeated_score": 4}),
+    ((0, 1), ("x", "y"), (1.0, 0.0), {}),
+])  # fmt: skip
+def test_samples_are_compared_with_those_of_their_question_and_store(tmp_path, samples, answers, scores, found):
+    paths = [tmp_path / "clean.zarr", tmp_path / "s.zarr"]
+    for path, numbers, texts, values in zip(
+        paths, ((0, 3), samples), (("same", "x"), answers), ((0.0, 1.0), scores), strict=True
+    ):
+        with tracestore.create(path) as writer:
+            for q, (sample, text, value) in itertools.product(range(4), zip(numbers, texts, values, strict=True)):
+                trace = softmax_trace(100 * q + sample + (path == paths[0]) * 50)
+                trace |= {"question_id": f"q{q}", "sample": sample, "generated_answer_clean": text}
+                writer.append(trace, score=value)
+    assert counts(paths[1]) == found and counts(paths[0]) == {}
+    for order in (paths, paths[::-1]):
+        with tracestore.open(order) as store:
+            assert lint_traces(store).counts == found

@@ -341,3 +341,14 @@ def test_a_label_of_a_copy_that_replaces_that_of_a_score_is_counted(tmp_path):
     out = command("merge", labeled, scored, check=0).stdout
     assert f"{scored}: 2 traces with another label in {scored}" in out
     assert "another label" not in command("merge", labeled, scored, check=0).stdout
+
+
+def test_scores_on_another_scale_give_no_other_labels(tmp_path):
+    a = write_store(tmp_path / "a.zarr", make_traces(4), score=lambda k: k % 2)
+    with tracestore.create(tmp_path / "b.zarr") as writer:
+        writer.define_score("percent")
+        for k in range(4, 8):
+            writer.append(make_trace(k), scores={"percent": 90.0 if k % 2 else 10.0, "score": k % 2})
+    with tracestore.open(tmp_path / "b.zarr") as b:
+        assert b.score_name == "percent"
+    assert "another label" not in command("merge", a, tmp_path / "b.zarr", tmp_path / "m.zarr", check=0).stdout

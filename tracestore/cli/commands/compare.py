@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         with map_os_errors(args.output):
             write_comparison(document, results, args.output, shlex.join([*args.prog.split(), *args.words]), notes)
     for name, found in document.items():
-        count = found.pop("num_runs")
+        count = found["num_runs"]
         output.info(f"{name}, {plural(count, 'run')} each")
         output.info(format_table(found) + "\n")
     if args.output is not None:

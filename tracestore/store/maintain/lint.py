@@ -5,7 +5,7 @@ Only one trace is in memory at a time.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -208,31 +208,37 @@ class _Linter:
         for index in np.flatnonzero(disagreements(scores, store.labels, threshold, store.score_direction)):
             found = f"label {store.labels[index]:g}, score {scores[index]:g}"
             self.report.add("label_differs", store[int(index)], found)
-        for index in np.flatnonzero(store.internals.index.read_column("sample") > 0):
-            trace = store[int(index)]
-            first = self._first_sample(trace.question_id)
-            if first is None or trace.answer is None or first.answer is None:
+        samples = store.internals.index.read_column("sample")
+        if samples.any():
+            stores = np.repeat(np.arange(len(store.internals.members)), np.diff(store.internals.first_traces)).tolist()
+            of_question: dict[tuple[int, str], list[int]] = {}
+            for index in np.argsort(samples, kind="stable").tolist():
+                of_question.setdefault((stores[index], store.question_ids[index]), []).append(index)
+            for indices in of_question.values():
+                self._samples(store[index] for index in (indices if len(indices) > 1 else ()))
+
+    def _samples(self, traces: Iterable[Trace]) -> None:
+        """Compare the samples of a question with the first ones of the same answer and of the same score."""
+        of_answer: dict[str, Trace] = {}
+        of_score: dict[float, Trace] = {}
+        for trace in traces:
+            if trace.answer is None:
                 continue
-            same_score = np.array_equal((first.score, first.label), (trace.score, trace.label), equal_nan=True)
-            if trace.answer == first.answer and not same_score:
+            first = of_answer.setdefault(trace.answer, trace)
+            if not np.array_equal((first.score, first.label), (trace.score, trace.label), equal_nan=True):
                 found = f"the answer of trace {first.index}, sample {first.sample}, has another score or label"
                 self.report.add("conflicting_scores", trace, found)
-            elif trace.answer != first.answer and trace.score == first.score and not trace.score.is_integer():
+            first = of_score.setdefault(trace.score, trace)
+            if trace.answer != first.answer and not trace.score.is_integer():
                 found = f"score {trace.score:g}, as trace {first.index}, sample {first.sample}, whose answer is another"
                 self.report.add("repeated_score", trace, found)
 
-    def _first_sample(self, question_id: str) -> Trace | None:
-        try:
-            return self.store[self.store.index_of(question_id, 0)]
-        except KeyError:
-            return None
-
     def open_sources(self) -> None:
         """Check for sources whose labels and scores are not all stored."""
-        internals = self.store.internals
-        for number in internals.attributes.open_numbers():
-            path = escape_unprintable(internals.index.source(number).path, 80)
-            self.report.add("open_source", None, f"labels and scores of {path} are not all stored")
+        for member in self.store.internals.members:
+            for number in member.attributes.open_numbers():
+                path = escape_unprintable(member.index.source(number).path, 80)
+                self.report.add("open_source", None, f"labels and scores of {path} are not all stored")
 
     def classes(self, score_threshold: float | None) -> None:
         try:

@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, unlabeled_note
+from tracestore.store.format.labels import (
+    CORRECT,
+    DEFAULT_THRESHOLD,
+    ScoreField,
+    derive,
+    is_in_unit_range,
+    unlabeled_note,
+    used_scores,
+)
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.files import is_same_location, parse_location
 from tracestore.store.io.fsio import require_free_bytes
@@ -307,6 +315,12 @@ def _compare_labels(
     columns, name, after = writer.read_columns(), writer.attributes.default_score, _targets(writer)
     report.default_score, report.unlabeled = name, unlabeled_note(columns.scores, columns.labels, name)
     places = {path: np.arange(len(before)) for path, before in labels.items()}
+    # No threshold is known for other scores: what their labels are is not compared.
+    without_threshold = {
+        str(store.path) for store, _ in copies if not is_in_unit_range(used_scores(store.scores, store.labels))
+    }
+    if not is_in_unit_range(used_scores(columns.score(name), columns.labels)):
+        without_threshold |= {*labels, *(str(store.path) for store, _ in copies)}
     has_labels = not np.isnan(columns.labels).all()
     for store, indices in copies:
         if has_labels or store.score_name not in (None, name):
@@ -316,4 +330,4 @@ def _compare_labels(
         known, now = ~np.isnan(before), after[places[path]]
         lost, changed = int((known & np.isnan(now)).sum()), int((known & ~np.isnan(now) & (before != now)).sum())
         report.labels_lost |= {path: lost} if lost else {}
-        report.labels_changed |= {path: changed} if changed else {}
+        report.labels_changed |= {path: changed} if changed and path not in without_threshold else {}
