@@ -119,6 +119,12 @@ def test_tokens_are_colored_by_value():
         assert re.findall(r"<span([^>]*)>([^<]+)<", tokens([" a", "\n"], values, chosen=1))[1] == (" data-chosen", "\n")
 
 
+def test_names_of_folders_that_differ_at_the_end_differ_in_a_legend():
+    names = [f"/home/user/experiments/2026-11-25/facts600/results_{end}" for end in ("heads", "top_k")]
+    spec = spec_of(plot("T", [Series(name, [0], [1]) for name in names], x_label="x", y_label="y"))
+    assert [series["name"][-13:] for series in spec["series"]] == ["results_heads", "results_top_k"]
+
+
 def test_plots_hold_their_numbers():
     values = [0.123456789, math.nan, math.inf]
     spec = spec_of(plot("T", [Series("s", [0, 1, 2], values)], x_label="x", y_label="y"))

@@ -231,8 +231,10 @@ def heat_map(
 
 
 def _series(series: Series) -> dict[str, Any]:
+    # Paths differ at the end.
+    shown = series.name if len(series.name) <= MAX_NAME else f"…{series.name[1 - MAX_NAME :]}"
     spec: dict[str, Any] = {
-        "name": escape_unprintable(series.name, MAX_NAME), "kind": series.kind, "color": series.color,
+        "name": escape_unprintable(shown, MAX_NAME), "kind": series.kind, "color": series.color,
         "x": _numbers(series.x), "y": _numbers(series.y),
     }  # fmt: skip
     for name in ("low", "high", "sizes"):
