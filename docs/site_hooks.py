@@ -108,6 +108,14 @@ def detectors() -> str:
     return "\n".join(rows)
 
 
+def models() -> str:
+    """Return the table of the models that `train` trains."""
+    from tracestore.detectors.registry import MODELS
+
+    rows = (f"| {name} | {spec.view} | {spec.summary} |" for name, spec in MODELS.items())
+    return "\n".join(("| model | view | architecture |", "|---|---|---|", *rows))
+
+
 def builtin_layouts() -> str:
     """Return the table of the built-in layouts, with the files of each."""
     from tracestore.ingest.builtin.library import builtins
@@ -117,6 +125,7 @@ def builtin_layouts() -> str:
 
 
 MADE = {
+    "the models": models,
     "the published detectors": detectors,
     "the help of every command": commands,
     "the table of fields": fields,

@@ -43,6 +43,11 @@ class TorchModel(Detector):
     reference: ClassVar[str] = "docs/training.md"
 
     @property
+    def summary(self) -> str:  # type: ignore[override]
+        """The architecture of the model."""
+        return MODELS[self.name].summary
+
+    @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]
         """The fields of the model's view."""
         return ("last_token",) if MODELS[self.name].view == "sequence" else ("hidden_states", "attention")

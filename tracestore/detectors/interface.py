@@ -62,6 +62,8 @@ class Detector(ABC):
 
     Attributes
     ----------
+    summary : str
+        What the detector is, in a sentence. Default: the first line of the docstring.
     kind : {"trained", "untrained", "control"}
         "untrained": `fit` reads no labels, except to choose a layer or a sign. "control": a reference that a detector
         has to beat; it is part of every table.
@@ -84,6 +86,7 @@ class Detector(ABC):
         The traces that splits inside `fit` must not separate. Set by the benchmark.
     """
 
+    summary: ClassVar[str] = ""
     kind: ClassVar[Kind] = "trained"
     fields: ClassVar[tuple[str, ...]] = ("hidden_states",)
     layers: ClassVar[str] = "all"
@@ -189,5 +192,5 @@ def answer_positions(store: TraceStore) -> str:
 def describe(detector: Detector) -> dict[str, Any]:
     """Return the static properties of a detector, values of JSON."""
     names = ("kind", "layers", "cost", "reference", "source")
-    summary = next(iter((type(detector).__doc__ or "").strip().splitlines()), "")
+    summary = detector.summary or next(iter((type(detector).__doc__ or "").strip().splitlines()), "")
     return {"summary": summary, "fields": list(detector.fields), **{name: getattr(detector, name) for name in names}}

@@ -37,6 +37,8 @@ class ModelSpec:
     ----------
     name : str
         Name in results.json and in checkpoints; also the folder of its checkpoints.
+    summary : str
+        The architecture in a sentence, for the list of detectors and the page about training.
     view : {"sequence", "graph"}
         The view of the store that the model reads.
     constructor : str
@@ -52,6 +54,7 @@ class ModelSpec:
     """
 
     name: str
+    summary: str
     view: View
     constructor: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -79,6 +82,20 @@ class ModelSpec:
 
 _LSTM, _GNN, _GVAE = (f"tracestore.detectors.models:{name}" for name in ("LstmSolo", "GnnDetLstm", "GvaeLstm"))
 _NO_EDGES = {"edges": False}
+_TWIN = "The edge-free twin: GINE is an MLP of each token."
+_FIRST = "The first version: sums without normalization, mean over all tokens, one reader."
+_OF_LSTM = (
+    "Four readers of the last token of every layer: a bidirectional LSTM over the layers, and a head that reads the mean of "
+    "its outputs; the logit is the mean of theirs."
+)
+_OF_GNN = (
+    "Two GINE convolutions over the attention graph of each layer, shared by the layers, each with a normalization, a residual "
+    "connection, mean over the tokens of the answer; the readers of lstm_solo of [pooled, mean of the answer's states]."
+)
+_OF_GVAE = (
+    "The encoder of gnn_det_lstm, a variational bottleneck, the same readers of [mu, mean of the answer's states]; a decoder "
+    "reconstructs the pooled vector."
+)
 # The architectures of the first version: sums without normalization, and the mean over all tokens.
 _V0 = {
     "normalization": "none",
@@ -97,14 +114,14 @@ _V0 = {
 MODELS = {
     spec.name: spec
     for spec in (
-        ModelSpec("lstm_solo", "sequence", _LSTM, flag="lstm"),
-        ModelSpec("gnn_det_lstm", "graph", _GNN, flag="gnn-det", reads_middle=True),
-        ModelSpec("gnn_det_lstm_no_edges", "graph", _GNN, _NO_EDGES, twin_of="gnn_det_lstm", reads_middle=True),
-        ModelSpec("gvae_lstm", "graph", _GVAE, flag="gvae", reads_middle=True),
-        ModelSpec("gvae_lstm_no_edges", "graph", _GVAE, _NO_EDGES, twin_of="gvae_lstm", reads_middle=True),
-        ModelSpec("lstm_solo_v0", "sequence", _LSTM, _V0),
-        ModelSpec("gnn_det_lstm_v0", "graph", _GNN, _V0),
-        ModelSpec("gvae_lstm_v0", "graph", _GVAE, _V0),
+        ModelSpec("lstm_solo", _OF_LSTM, "sequence", _LSTM, flag="lstm"),
+        ModelSpec("gnn_det_lstm", _OF_GNN, "graph", _GNN, flag="gnn-det", reads_middle=True),
+        ModelSpec("gnn_det_lstm_no_edges", _TWIN, "graph", _GNN, _NO_EDGES, twin_of="gnn_det_lstm", reads_middle=True),
+        ModelSpec("gvae_lstm", _OF_GVAE, "graph", _GVAE, flag="gvae", reads_middle=True),
+        ModelSpec("gvae_lstm_no_edges", _TWIN, "graph", _GVAE, _NO_EDGES, twin_of="gvae_lstm", reads_middle=True),
+        ModelSpec("lstm_solo_v0", _FIRST, "sequence", _LSTM, _V0),
+        ModelSpec("gnn_det_lstm_v0", _FIRST, "graph", _GNN, _V0),
+        ModelSpec("gvae_lstm_v0", _FIRST, "graph", _GVAE, _V0),
     )
 }
 DEFAULT_MODELS = tuple(name for name, spec in MODELS.items() if spec.flag is not None)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import UsageError, escape_unprintable
-from tracestore.evaluation.metrics import probability
 from tracestore.run_results import read_results
 from tracestore.store.format.labels import CORRECT, FOLD_PREFIX, PREDICTION_COLUMNS, STORE_COLUMN
 from tracestore.store.io.files import is_same_location, parse_location
@@ -122,7 +121,8 @@ class Results:
             if name in of_trainings:
                 self._of_trainings[name] = dict(_margins(of_trainings[name]))
             else:
-                self.thresholds[name] = float(probability(np.array(entry.get("threshold", 0.0))))
+                # As training computes probabilities: a trace at the threshold has this very number.
+                self.thresholds[name] = float(np.exp(-np.logaddexp(0, -entry.get("threshold", 0.0))))
             if "history" in entry:
                 self.history[name] = {k: _floats(v) for k, v in entry["history"].items()}
 

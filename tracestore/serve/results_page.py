@@ -42,8 +42,8 @@ def results_sections(search: TraceSearch) -> list[Section]:
             )
         if num_others := search.num_other_labels:
             notes.append(
-                f"{num_others:,} traces have another label in these results: misclassified is said by the labels of this "
-                "page, which --score and --score-threshold choose."
+                f"{num_others:,} traces have another label in these results: those of this page, which --score and "
+                "--score-threshold choose, decide what is misclassified."
             )
         sections.append(Section("Predictions", _predictions(search), " ".join(notes)))
     curves = _curves(results)
