@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.oom.failing import SIZE, make
 from tracestore.detectors.dropout import TraceDropout, TraceMasks
+from tracestore.detectors.registry import MODELS
 
 
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
@@ -55,7 +56,7 @@ def test_dropout_preserves_the_mean_and_is_off_in_evaluation():
     assert torch.equal(drawn, torch.nn.functional.dropout(x, 0.25))
 
 
-@pytest.mark.parametrize("name", ["lstm_solo", "gnn_det_lstm", "gvae_lstm"])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_split_batch_has_the_gradients_of_the_whole_batch(name):
     model, _, loss_of = make(name)
     loss_of(0, SIZE).backward()
