@@ -130,7 +130,7 @@ class Conversion:
         self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
-        self.described = described or described_run(sources, self.folder, options, output, whole)
+        self.described = described or described_run(sources, store, options, output, whole)
         self.scoring = scoring or Scoring(self.described, options, output)
         self.sources = self.scoring.sources
         if new is not None:
