@@ -125,6 +125,15 @@ def test_a_refused_file_ends_the_watch_or_is_skipped_once(tmp_path, folder, cloc
     assert done.stdout.count("skipped bad.pkl") == 1 and len(tracestore.open(tmp_path / "t.zarr")) == 1
 
 
+def test_with_skip_bad_errors_of_a_conversion_end_the_watch(tmp_path, folder, clock):
+    for k in range(2):
+        np.save(folder / f"q{k}.npy", np.full((2, 3, 4), k + 1, "f2"))
+    (folder / "labels.csv").write_text("qid,y\nq0,1\nq1,0\n")
+    clock.at(3, (folder / "labels.csv").write_text, "qid,y\nq0,\nq1,0\n")
+    words = ("convert", folder, tmp_path / "s.zarr", *WATCH, *LABELED, "--skip-bad")
+    assert "1 stored trace such as q0 have a score" in error_of(*words, code=3)
+
+
 def test_overwrite_replaces_the_store_once(tmp_path, folder, clock):
     convert(write_pickle(tmp_path / "old.pkl", make_traces(2, dim=4)), tmp_path / "s.zarr", "--attention", "none")
     write_pickle(folder / "0.pkl", make_traces(2))

@@ -581,11 +581,11 @@ class Conversion:
             self._say(gone_note(writer, names, self.described.read, self._seen))
 
     def _require_traces(self, num_traces: int) -> None:
-        """Raise InvalidInputError if the store has no trace at the end."""
+        """Raise NoTracesError if the store has no trace at the end."""
         if num_traces == 0:
             if self._notes.without_traces:
                 raise self._notes.without_traces[0]
-            raise InvalidInputError(f"no file could be converted: {self.report.num_sources_skipped} refused")
+            raise NoTracesError(f"no file could be converted: {self.report.num_sources_skipped} refused")
 
 
 def read_provenances(sources: list[Path], options: ConvertOptions, output: Output) -> dict[Path, Provenance]:

@@ -9,7 +9,7 @@ from tracestore.convert.choosing import NoSourceError
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
 from tracestore.convert.summary import ConvertReport
-from tracestore.errors import InvalidInputError, UsageError
+from tracestore.errors import InvalidInputError, NoTracesError, UsageError
 from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.files.byte_source import map_file
 from tracestore.ingest.files.safetensors import stored_tensors
@@ -120,16 +120,16 @@ class Watch:
                 raise
             self._output.info(f"waiting for other files: {error}")
             return
-        self._done = whole
         try:
             report = conversion.run()
-        except InvalidInputError:
+        except NoTracesError:
             if not self._options.skip_bad:
                 raise
+            self._done = whole
             return  # every source so far was refused
         finally:
             self._num_traces = conversion.report.num_traces or self._num_traces
-        self._options = replace(self._options, overwrite=False)
+        self._options, self._done = replace(self._options, overwrite=False), whole
         if self._report is not None:
             report.add_earlier(self._report)
         self._report = report
