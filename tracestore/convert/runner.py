@@ -125,8 +125,7 @@ class Conversion:
         self._options, self._output, self._reads_all = options, output, reads_all
         self._at_end: Callable[[StoreWriter, ConvertReport], None] = lambda *_: None  # when everything is committed
         self._arguments = (sources, store, options, output, whole)
-        # While files are still being written, those with the ids of a table may follow.
-        self._need_ids = whole is None and not options.skip_bad
+        self._is_whole = whole is None  # While files are still being written, those with the ids of a table may follow.
         self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
@@ -354,7 +353,13 @@ class Conversion:
             self._check_interrupt()
             raise UnreadSourceError
         self._say(self.described.close(lambda *key: writer.index.find(*key) >= 0))
-        self._say(self.scoring.check_ids(writer, can_refuse=self._need_ids))
+        self._say(self.scoring.check_ids(writer, can_refuse=self._is_whole and not self.report.num_traces_refused))
+
+    def check_ids(self) -> None:
+        """Check the ids of the scores file when no file follows any more, unless some were refused."""
+        if self.scoring.file is not None and not self.report.num_traces_refused:
+            with StoreWriter(self.store) as writer:
+                self._say(self.scoring.check_ids(writer, can_refuse=True))
 
     def _say(self, lines: Iterable[str]) -> None:
         """Print what was found in all sources."""

@@ -45,7 +45,9 @@ class Watch:
         self._seen: dict[Path, tuple[State, float]] = {}  # the last change of each file, and when it was seen
         self._tried: dict[Path, State] = {}  # the whole files of the last conversion
         self._done: dict[Path, State] = {}  # those that were converted
+        self._last: Conversion | None = None
         self._report: ConvertReport | None = None
+        self._error: NoTracesError | None = None  # of the last conversion
         self._num_traces = 0  # in the store
 
     def run(self) -> ConvertReport:
@@ -70,6 +72,8 @@ class Watch:
             raise KeyboardInterrupt(str(error) or text) from None
         if self._report is None:
             raise UsageError(f"{', '.join(map(str, self._arguments))}: no trace file within {self._timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
         return self._report
 
     def _watch(self) -> None:
@@ -81,6 +85,8 @@ class Watch:
                 self._convert(whole, is_last=is_last)
                 last = time.monotonic()
             elif is_last:
+                if self._last is not None:
+                    self._last.check_ids()
                 return
             else:
                 time.sleep(POLL_INTERVAL_S)
@@ -120,19 +126,20 @@ class Watch:
                 raise
             self._output.info(f"waiting for other files: {error}")
             return
+        self._error = None
         try:
-            report = conversion.run()
-        except NoTracesError:
+            conversion.run()
+            self._options = replace(self._options, overwrite=False)
+        except NoTracesError as error:
             if not self._options.skip_bad:
                 raise
-            self._done = whole
-            return  # every source so far was refused
+            self._error = error  # every source so far was refused
         finally:
             self._num_traces = conversion.report.num_traces or self._num_traces
-        self._options, self._done = replace(self._options, overwrite=False), whole
+        self._done, report = whole, conversion.report
         if self._report is not None:
             report.add_earlier(self._report)
-        self._report = report
+        self._last, self._report = conversion, report
         if conversion.is_interrupted:  # Ctrl-C after the last trace
             raise KeyboardInterrupt
 
