@@ -104,7 +104,7 @@ class TaskPlan:
         self.files, self.data, self.digest = files, data, digest_of(data)
         self.store = files.location
         self.facts: dict[str, Any] = json.loads(data)
-        self._common = digest_of(json.dumps(self.facts | {"tasks": None, "modified": None}).encode())
+        self._common = digest_of(json.dumps(self.facts | {"tasks": None, "known": None, "modified": None}).encode())
         self.options = ConvertOptions(**self.facts["options"], workers=1)
         self.arguments = [Path(argument) for argument in self.facts["arguments"]]
 
@@ -361,7 +361,8 @@ def new_plan(
         stored = dict(writer.attributes.options)
         found = list(map(identity_of, conversion.sources))
         sources = [(k, source.name, *found[k][:2]) for k, source in enumerate(conversion.sources)]
-        sources = [source for source in sources if not conversion.is_known(writer, *source[1:])]
+        known = {source[0]: source[1:] for source in sources if conversion.is_known(writer, *source[1:])}
+        sources = [source for source in sources if source[0] not in known]
         shared = [conversion.sources[k].shared for k, *_ in sources]
         sizes = [size for *_, size, _ in sources]
         runs = cut(sizes, shared, conversion.total_bytes)
@@ -382,6 +383,7 @@ def new_plan(
             "unread": [str(path.absolute()) for path in described.score_files.unread],
             "provenances": [[str(p.absolute()), found.to_json()] for p, found in conversion.provenances.items()],
             "tasks": [[sources[k] for k in run] for run in runs],
+            "known": list(known.values()),
             "modified": [identity.modified_ns for identity in found],
         }
         for note in attention.notes(stored["attention"]):
