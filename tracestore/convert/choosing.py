@@ -84,6 +84,17 @@ def described_run(
     return run
 
 
+def input_files(arguments: list[Path], store: str, options: ConvertOptions) -> tuple[set[Path], set[Path]]:
+    """Return the files that may hold data of traces, and the scores files among them, without reading more."""
+    layout, groups = layout_of_options(options.layout, options.field), _by_argument(arguments, local_dir(store))
+    files = {path for _, own in groups for name, path in own.items() if not is_other(name)}
+    if layout is not None and not layout.is_filter:
+        return files, set() if options.scores is None else {Path(options.scores)}
+    left_out = () if layout is None else _left_out(layout, {name for _, own in groups for name in own})
+    paths = [path for _, own in groups for path in _whole(own, None, left_out).values()]
+    return files.intersection(paths), set(find_score_files(arguments, paths, options.scores).scores)
+
+
 def _check_folders(arguments: Sequence[Path], folder: Path, layout: Layout | None) -> None:
     """Refuse a folder without files among several sources; a stated layout may name files of any suffix."""
     is_stated = layout is not None and not layout.is_filter

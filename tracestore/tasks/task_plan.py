@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.console import Output
-from tracestore.convert.choosing import layout_of_options
+from tracestore.convert.choosing import input_files, layout_of_options
 from tracestore.convert.cutting import cut
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
@@ -160,7 +160,7 @@ class TaskPlan:
             if found != expected:
                 raise InvalidInputError("has changed since the plan; plan again", source=name)
 
-    def is_current(self) -> bool:
+    def is_current(self, options: ConvertOptions) -> bool:
         """Return whether the versions, scores files, provenances and options of the store are those of the plan."""
         stored = self.facts["store_options"]
         found = None if self.options.overwrite else _options_of(self.files)
@@ -169,6 +169,9 @@ class TaskPlan:
         try:
             self.check_files()
         except InvalidInputError:
+            return False
+        scores = input_files(self.arguments, str(self.store), options)[1]
+        if {str(path.absolute()) for path in scores} != {path for path, _ in self.facts["scores"]}:
             return False
         return self.provenances() == read_provenances(self.arguments, self.options, Quiet())
 
@@ -338,7 +341,7 @@ def kept_plan(arguments: Sequence[Path], files: PlanFiles, options: ConvertOptio
     given = _given(arguments, options)
     for plan in kept_plans(files, files.times()):
         if given.items() <= plan.facts.items():
-            if plan.is_current():
+            if plan.is_current(options):
                 return plan
             output.info(f"the plan {plan.digest} is replaced: versions, inputs, provenance or the store have changed")
             plan.remove()
