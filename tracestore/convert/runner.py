@@ -406,8 +406,8 @@ class Conversion:
         if self._reads_all:
             writer.forget_source(stream.source.name)  # it is not read for its own sake
         if isinstance(error, LateConflictError) or not self._options.skip_bad:
-            # The complete sources before it are valid: keep them.
-            self.described.commit(writer)
+            if not writer.replaces_at_commit:  # The complete sources before it are valid: keep them.
+                self.described.commit(writer)
             raise error from None
         progress.clear()
         self._notes.refuse(stream, error)

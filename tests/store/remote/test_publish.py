@@ -198,8 +198,21 @@ def test_overwrite_keeps_the_store_until_all_sources_are_accepted(remote, folder
     convert(folder, remote)
     before = objects_of(remote)
     write_pickle(tmp_path / "bad.pkl", [{"question_id": "no arrays"}])
+    write_pickle(tmp_path / "in/0.pkl", make_traces(2, seed=2))
+    write_pickle(tmp_path / "in/1.pkl", make_traces(2, seed=3))
+    for k in range(2):
+        convert(tmp_path / f"in/{k}.pkl", tmp_path / f"{k}.zarr")
     command("convert", tmp_path / "bad.pkl", remote, "--overwrite", check=3)
+    command("convert", tmp_path / "in", remote, "--overwrite", check=3)
+    command("merge", tmp_path / "0.zarr", tmp_path / "1.zarr", remote, "--overwrite", check=3)
+    with pytest.raises(ZeroDivisionError), tracestore.create(remote, overwrite=True) as writer:
+        writer.append(make_traces(1)[0])
+        raise ZeroDivisionError
     assert objects_of(remote) == before
+    command("convert", tmp_path / "in", remote, "--overwrite", "--plan", tmp_path / "plan.json", check=0)
+    command("work", tmp_path / "plan.json", check=0)
+    command("commit", tmp_path / "plan.json", check=3)
+    assert objects_of(remote).items() >= before.items()
     write_pickle(tmp_path / "good.pkl", make_traces(3, seed=1))
     convert(tmp_path / "good.pkl", remote, "--overwrite")
     convert(tmp_path / "good.pkl", tmp_path / "local.zarr")
