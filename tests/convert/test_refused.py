@@ -276,6 +276,14 @@ def test_files_that_a_table_refuses_are_named_with_the_table(tmp_path):
     assert "skipped 2 files (q0.npz, q1.npz): t.jsonl: the file is empty" in done.stdout
 
 
+def test_a_store_next_to_its_sources_is_extended_after_a_refusal(tmp_path):
+    write_pickle(tmp_path / "a.pkl", [*make_traces(3), {"question_id": "bad"}])
+    convert(tmp_path, tmp_path / "s.zarr", "--skip-bad")
+    write_pickle(tmp_path / "b.pkl", [make_trace(3)])
+    convert(tmp_path, tmp_path / "s.zarr", "--skip-bad")
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 4 and len(read_list(tmp_path / "s.zarr")) == 1
+
+
 def test_each_place_has_a_list_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     urls = [RemoteURL(f"s3://{place}/s.zarr") for place in ("a", "b", "a/b")]
