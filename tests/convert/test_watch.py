@@ -160,6 +160,22 @@ def test_overwrite_replaces_the_store_once(tmp_path, folder, clock):
     assert len(tracestore.open(tmp_path / "s.zarr")) == 4
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("is_added", [False, True])
+def test_a_store_that_goes_while_the_watch_runs_gets_all_files(tmp_path, folder, clock, is_replaced, is_added):
+    store = tmp_path / "s.zarr"
+    write_pickle(folder / "0.pkl", make_traces(2))
+    clock.at(3, shutil.rmtree, store)
+    if is_replaced:
+        clock.at(3, convert, write_pickle(tmp_path / "o.pkl", make_traces(3)[2:]), store, "--attention", "none")
+    if is_added:
+        clock.at(5, lambda: write_pickle(folder / "1.pkl", make_traces(4)[3:]))
+    done = convert(folder, store, *WATCH)
+    ids = {"q0", "q1", *(["q2"] if is_replaced else []), *(["q3"] if is_added else [])}
+    assert sorted(tracestore.open(store).question_ids) == sorted(ids)
+    assert done.stdout.count(" added from ") == 2
+
+
 def test_wrong_usage(tmp_path, folder):
     short = ("--watch", "--watch-timeout", "0.1")
     assert "no trace file within 0.1 s" in error_of("convert", folder, tmp_path / "s.zarr", *short, code=2)

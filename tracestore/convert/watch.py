@@ -1,6 +1,7 @@
 """Convert the files of folders that grow, until none has been added for a while."""
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from tracestore.errors import InvalidInputError, NoTracesError, UsageError
 from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.files.byte_source import map_file
 from tracestore.ingest.files.safetensors import stored_tensors
+from tracestore.store.format import paths
+from tracestore.store.format.manifest import MAX_MANIFEST_BYTES
 from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.locks import is_locked
+from tracestore.store.write.plan_files import open_plan_files
 from tracestore.words import plural
 
 POLL_INTERVAL_S = 1.0
@@ -45,6 +49,7 @@ class Watch:
         self._seen: dict[Path, tuple[State, float]] = {}  # the last change of each file, and when it was seen
         self._tried: dict[Path, State] = {}  # the whole files of the last conversion
         self._done: dict[Path, State] = {}  # those that were converted
+        self._newest: bytes | None = None  # manifest of the store after the last conversion
         self._last: Conversion | None = None
         self._report: ConvertReport | None = None
         self._error: NoTracesError | None = None  # of the last conversion
@@ -81,15 +86,25 @@ class Watch:
         while True:
             is_last = self._timeout_s is not None and time.monotonic() - last >= self._timeout_s
             whole = self._whole_files(is_last=is_last)
+            if (is_last or whole != self._tried) and self._read_newest() != self._newest:
+                self._done = {}  # The store may have been replaced.
             if whole != self._tried or (is_last and whole != self._done):
                 self._convert(whole, is_last=is_last)
-                last = time.monotonic()
+                last, self._newest = time.monotonic(), self._read_newest()
             elif is_last:
                 if self._last is not None:
                     self._last.check_ids()
                 return
             else:
                 time.sleep(POLL_INTERVAL_S)
+
+    def _read_newest(self) -> bytes | None:
+        """Return the newest manifest of the store, None if there is none."""
+        files = open_plan_files(self._store).files
+        with suppress(FileNotFoundError):
+            for number in files.generations():
+                return files.read_small(paths.manifest(number), MAX_MANIFEST_BYTES)
+        return None
 
     def _whole_files(self, *, is_last: bool) -> dict[Path, State]:
         """Return the files that no program seems to be writing."""
