@@ -130,7 +130,7 @@ OnRefused = Callable[[InvalidInputError], None] | None
 
 
 class NoTracesError(InvalidInputError):
-    """A source file holds settings or texts, and no arrays. Other files of a conversion may hold traces."""
+    """A source file holds settings or texts, and no arrays, or all files of a new store were refused. Others may hold traces."""
 
 
 def error_to_json(error: InvalidInputError) -> dict[str, Any]:

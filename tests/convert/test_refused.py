@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ import tracestore
 from tests.helpers import command, convert, error_of, field_flags, make_trace, make_traces, tree_bytes, write_pickle
 from tracestore.cli import main
 from tracestore.convert import cutting
+from tracestore.convert.refused import RefusedTraces
+from tracestore.errors import InvalidInputError
+from tracestore.store.io.files import RemoteURL
 from tracestore.store.write.writer import StoreWriter
 
 
@@ -270,3 +274,23 @@ def test_files_that_a_table_refuses_are_named_with_the_table(tmp_path):
     (tmp_path / "in/t.jsonl").write_text("")
     done = command("convert", tmp_path / "in", tmp_path / "s.zarr", *lines, "--skip-bad", check=0)
     assert "skipped 2 files (q0.npz, q1.npz): t.jsonl: the file is empty" in done.stdout
+
+
+def test_a_store_next_to_its_sources_is_extended_after_a_refusal(tmp_path):
+    write_pickle(tmp_path / "a.pkl", [*make_traces(3), {"question_id": "bad"}])
+    convert(tmp_path, tmp_path / "s.zarr", "--skip-bad")
+    write_pickle(tmp_path / "b.pkl", [make_trace(3)])
+    convert(tmp_path, tmp_path / "s.zarr", "--skip-bad")
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 4 and len(read_list(tmp_path / "s.zarr")) == 1
+
+
+def test_each_place_has_a_list_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    urls = [RemoteURL(f"s3://{place}/s.zarr") for place in ("a", "b", "a/b")]
+    lists = [RefusedTraces(store, is_new=False) for store in (Path("s.zarr"), *urls)]
+    for number, refused in enumerate(lists):
+        refused.replace("a.pkl", [InvalidInputError("bad", position=k) for k in range(number + 1)])
+    assert sorted(map(str, tmp_path.iterdir())) == sorted(str(tmp_path / refused.path) for refused in lists)
+    RefusedTraces(urls[0], is_new=True).replace("a.pkl", [])
+    assert [len(RefusedTraces(store, is_new=False)) for store in (Path("s.zarr"), *urls)] == [1, 0, 3, 4]
+    assert RefusedTraces(RemoteURL("s3://b/s.zarr/"), is_new=False).path == lists[2].path

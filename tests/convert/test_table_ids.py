@@ -73,8 +73,8 @@ def test_a_scores_file_without_an_id_of_the_traces_is_refused(tmp_path):
     assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 0.25, 0.5, 0.75]
 
 
-def test_skip_bad_reports_a_scores_file_without_an_id_of_the_traces(tmp_path):
-    write_pickle(tmp_path / "t.pkl", make_traces(4))
+def test_where_a_trace_was_refused_a_scores_file_without_an_id_of_the_traces_is_reported(tmp_path):
+    write_pickle(tmp_path / "t.pkl", [*make_traces(4), {"question_id": "q4"}])
     write_scores(tmp_path / "scores.csv", {f"x{k}": k / 4 for k in range(4)})
     assert BOTH in convert(tmp_path, tmp_path / "s.zarr", "--skip-bad").stdout
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import tracestore
-from tests.helpers import ROOT, convert, error_of, field_flags, make_traces, write_pickle
+from tests.helpers import ROOT, convert, error_of, field_flags, make_traces, write_pickle, write_scores
 from tracestore.convert import watch
 
 LABELED = field_flags("hidden_states = {id}.npy -> L S D", "is_correct = labels.csv : [id=qid]/y")
@@ -123,6 +123,33 @@ def test_a_refused_file_ends_the_watch_or_is_skipped_once(tmp_path, folder, cloc
     clock.at(3, lambda: save_file(connector_arrays(1), folder / "a.safetensors"))
     done = convert(folder, tmp_path / "t.zarr", *WATCH, "--skip-bad")
     assert done.stdout.count("skipped bad.pkl") == 1 and len(tracestore.open(tmp_path / "t.zarr")) == 1
+    (folder / "a.safetensors").unlink()
+    assert "1 refused" in error_of("convert", folder, tmp_path / "u.zarr", *WATCH, "--skip-bad", code=3)
+
+
+def test_with_skip_bad_errors_of_a_conversion_end_the_watch(tmp_path, folder, clock):
+    for k in range(2):
+        np.save(folder / f"q{k}.npy", np.full((2, 3, 4), k + 1, "f2"))
+    (folder / "labels.csv").write_text("qid,y\nq0,1\nq1,0\n")
+    clock.at(3, (folder / "labels.csv").write_text, "qid,y\nq0,\nq1,0\n")
+    words = ("convert", folder, tmp_path / "s.zarr", *WATCH, *LABELED, "--skip-bad")
+    assert "1 stored trace such as q0 have a score" in error_of(*words, code=3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [(("x0", "x1", "x2"), "none of them in the traces"), (("q1", "q2", "q3"), "are left over")]
+)
+@pytest.mark.parametrize("words", [("--dry-run",), ("--dry-run", "--skip-bad"), ("--skip-bad",), WATCH])
+def test_a_scores_file_with_the_ids_of_other_traces_is_refused_at_the_end(tmp_path, folder, clock, ids, message, words):
+    write_pickle(folder / "0.pkl", make_traces(1))
+    clock.at(3, lambda: write_pickle(folder / "1.pkl", make_traces(3)[1:]))
+    write_scores(folder / "scores.csv", dict.fromkeys(ids, 0.9))
+    if words != WATCH:
+        clock.sleep(3)
+    assert message in error_of("convert", folder, tmp_path / "s.zarr", *words, code=3)
+    # An id of a refused trace may be in the file.
+    write_pickle(folder / "2.pkl", [*make_traces(5)[4:], {"question_id": "q3"}])
+    convert(folder, tmp_path / "t.zarr", *dict.fromkeys((*words, "--skip-bad")))
 
 
 def test_overwrite_replaces_the_store_once(tmp_path, folder, clock):
@@ -131,6 +158,22 @@ def test_overwrite_replaces_the_store_once(tmp_path, folder, clock):
     clock.at(3, lambda: write_pickle(folder / "1.pkl", make_traces(4)[2:]))
     convert(folder, tmp_path / "s.zarr", *WATCH, "--overwrite")
     assert len(tracestore.open(tmp_path / "s.zarr")) == 4
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("is_added", [False, True])
+def test_a_store_that_goes_while_the_watch_runs_gets_all_files(tmp_path, folder, clock, is_replaced, is_added):
+    store = tmp_path / "s.zarr"
+    write_pickle(folder / "0.pkl", make_traces(2))
+    clock.at(3, shutil.rmtree, store)
+    if is_replaced:
+        clock.at(3, convert, write_pickle(tmp_path / "o.pkl", make_traces(3)[2:]), store, "--attention", "none")
+    if is_added:
+        clock.at(5, lambda: write_pickle(folder / "1.pkl", make_traces(4)[3:]))
+    done = convert(folder, store, *WATCH)
+    ids = {"q0", "q1", *(["q2"] if is_replaced else []), *(["q3"] if is_added else [])}
+    assert sorted(tracestore.open(store).question_ids) == sorted(ids)
+    assert done.stdout.count(" added from ") == 2
 
 
 def test_wrong_usage(tmp_path, folder):

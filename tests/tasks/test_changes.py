@@ -8,7 +8,17 @@ import time
 import pytest
 
 import tracestore
-from tests.helpers import command, convert, error_of, make_trace, read_all, tree_bytes, write_pickle, write_scores
+from tests.helpers import (
+    command,
+    convert,
+    error_of,
+    field_flags,
+    make_trace,
+    read_all,
+    tree_bytes,
+    write_pickle,
+    write_scores,
+)
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest import sources
@@ -20,6 +30,8 @@ from tracestore.store.write.writer import StoreWriter
 from tracestore.tasks import commit_tasks, plan_tasks, task_plan, write_task
 from tracestore.tasks.receipt import listed_segments
 from tracestore.tasks.task_files import read_tasks
+
+SCORES = {f"q{10 * k + i}": 0.25 for k in range(6) for i in range(4)}
 
 
 def write_all(data, store, **options):
@@ -163,6 +175,10 @@ def test_a_commit_has_the_provenance_of_the_plan(data, tmp_path, change, is_name
     assert provenances_of(tmp_path / "s.zarr") == ["one"]
 
 
+def add_scores(data, store, monkeypatch):
+    write_scores(data / "scores.csv", SCORES)
+
+
 def change_scores(data, store, monkeypatch):
     write_scores(data / "scores.csv", {f"q{10 * k + i}": 0.75 for k in range(6) for i in range(4)})
 
@@ -187,14 +203,15 @@ def change_store(data, store, monkeypatch):
     convert(data / "batch_0.pkl", store, "--codec", "zstd", "--provenance", data / "provenance.json")
 
 
-CHANGES = [change_scores, remove_scores, change_version, change_provenance, remove_provenance, change_store]
+CHANGES = [add_scores, change_scores, remove_scores, change_version, change_provenance, remove_provenance, change_store]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 def test_plan_again_replaces_a_plan_that_cannot_be_committed(data, tmp_path, monkeypatch, change):
     store = tmp_path / "s.zarr"
-    write_scores(data / "scores.csv", {f"q{10 * k + i}": 0.25 for k in range(6) for i in range(4)})
+    if change is not add_scores:
+        write_scores(data / "scores.csv", SCORES)
     (data / "provenance.json").write_text(json.dumps({"model": "one"}))
     old = plan_tasks(data, store)
     assert plan_tasks(data, store) == old
@@ -217,10 +234,31 @@ def test_plan_again_replaces_a_plan_that_cannot_be_committed(data, tmp_path, mon
     assert provenances_of(store) == provenances_of(one)
 
 
+@pytest.mark.parametrize("lines", [[], ["ignore = old.csv"]])
+def test_files_that_are_added_after_the_plan_are_converted_after_it(data, tmp_path, lines):
+    file, words = tmp_path / "plan.json", field_flags(*lines)
+    if lines:
+        (data / "old.csv").write_text("qid,y\n")
+    (data / "README.md").write_text("text")
+    convert(data, tmp_path / "s.zarr", "--plan", file, "--overwrite", *words)
+    command("work", file, check=0)
+    write_pickle(data / "sub/more.pkl", [make_trace(99)])
+    (data / "LICENSE.md").write_text("text")
+    done = convert(data, tmp_path / "s.zarr", "--overwrite", *words, "--json")
+    assert "\n1 file added since the plan\n" in done.stderr
+    report = json.loads(done.stdout)
+    assert report["num_traces"] == report["num_traces_new"] == 25 and report["num_sources"] == 7
+    convert(data, tmp_path / "s.zarr", "--plan", file, *words)
+    write_scores(data / "scores.csv", {"q0": 0.75})
+    assert "added since" not in convert(data, tmp_path / "s.zarr", *words).stdout
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert len(store) == 25 and store["q0"].score == 0.75
+
+
 @pytest.mark.parametrize("is_named", [False, True])
 def test_a_scores_file_that_is_gone_is_refused(data, tmp_path, is_named):
     file, folder = tmp_path / "plan.json", tmp_path if is_named else data
-    path = write_scores(folder / "scores.csv", {f"q{10 * k + i}": 0.25 for k in range(6) for i in range(4)})
+    path = write_scores(folder / "scores.csv", SCORES)
     words = ["--scores", path] if is_named else []
     convert(data, tmp_path / "s.zarr", "--plan", file, *words)
     command("work", file, "--shard", "0/2", check=0)

@@ -12,13 +12,24 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, command, convert, error_of, make_trace, make_traces, read_all, tree_bytes, write_store
+from tests.helpers import (
+    ROOT,
+    command,
+    convert,
+    error_of,
+    make_trace,
+    make_traces,
+    read_all,
+    tree_bytes,
+    write_pickle,
+    write_store,
+)
 from tests.store.remote.conftest import proxy, remote, server
 from tests.tasks.test_tasks import files_of, run_tasks
 from tests.tiers import long
 from tracestore.convert import cutting
 from tracestore.convert.options import ConvertOptions
-from tracestore.errors import UsageError
+from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import paths
 from tracestore.store.io import local_folders
 from tracestore.store.maintain.clean import clean_store
@@ -118,6 +129,26 @@ def test_tasks_replace_a_store(few, tmp_path, place, words, is_new):
         assert verify_store(place).leftovers == []
     convert(few, place, "--overwrite", "--workers", 2)  # again
     check_same(place, tmp_path / "one.zarr")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("o", ["--overwrite"]), ("first", ["--overwrite"]), ("o", ["--on-conflict", "keep-last"])]
+)
+def test_a_plan_whose_left_out_sources_the_store_has_no_longer_is_refused(few, tmp_path, place, name, words):
+    first, same = write_pickle(few / "first.pkl", [make_trace(99)]), ("--on-conflict", "keep-last")
+    convert(first, place, *same)
+    tasks = plan_tasks(few, place, ConvertOptions(on_conflict="keep-last"))
+    for task in tasks:
+        write_task(task)
+    other = make_trace(99) | {"generated_answer_clean": "other"}
+    convert(write_pickle(tmp_path / f"other/{name}.pkl", [other]), place, *words)
+    before = seen(place)
+    with pytest.raises((InvalidInputError, UsageError), match="plan again"):
+        commit_tasks(tasks)
+    assert seen(place).items() >= before.items()
+    assert "13 traces in" in convert(few, place, *same).stdout
+    with tracestore.open(place) as store:
+        assert store["q99"].answer == "answer 99 ✓"
 
 
 @pytest.mark.long

@@ -21,7 +21,8 @@ from tracestore.ingest.score_files import FoundFiles, direction_of, find_score_f
 from tracestore.ingest.source_reading import read_traces
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import HALLUCINATION
-from tracestore.store.io.files import LocalFiles
+from tracestore.store.io.local_folders import local_dir
+from tracestore.store.write.plan_files import open_plan_files
 
 WITHOUT_ATTENTION = "no attention in the source: stored without edges; detectors that need graphs cannot train on it"
 LEFT_OUT = "the store has no attention: that of the source was left out"
@@ -37,7 +38,7 @@ class NoSourceError(UsageError):
 
 
 def described_run(
-    arguments: list[Path], folder: Path, options: ConvertOptions, output: Output, whole: Container[Path] | None = None
+    arguments: list[Path], store: str, options: ConvertOptions, output: Output, whole: Container[Path] | None = None
 ) -> DescribedRun:
     """Return the conversion of files by the layout of the options, or by those that are found.
 
@@ -45,8 +46,8 @@ def described_run(
     ----------
     arguments : list of Path
         Files and folders.
-    folder : Path
-        Folder of the store, which is not searched.
+    store : str
+        The store, whose folder is not searched.
     options : ConvertOptions
     output : Output
         Receives what is proposed for files that no other layout describes.
@@ -60,7 +61,7 @@ def described_run(
     InvalidInputError
         If files do not fit the layout.
     """
-    layout = layout_of_options(options.layout, options.field)
+    layout, folder = layout_of_options(options.layout, options.field), local_dir(store)
     if whole is None:
         _check_folders(arguments, folder, layout)
     if layout is not None and not layout.is_filter:
@@ -71,7 +72,7 @@ def described_run(
     groups = [(named, _whole(files, whole, left_out)) for named, files in by_argument]
     paths = [path for _, files in groups for path in files.values()]
     found = find_score_files(arguments, paths, options.scores)
-    kept = [_with_padding(layout, options) for layout in _kept_layouts(folder)]
+    kept = [_with_padding(layout, options) for layout in _kept_layouts(store)]
     parts = _kept_parts(kept, groups, found, _lines(options, found))
     of_kept = {path for part in parts for path in part.files.values()}
     groups = [(named, {n: p for n, p in files.items() if p not in of_kept}) for named, files in groups]
@@ -81,6 +82,17 @@ def described_run(
     if not run.sources:
         raise NoSourceError(_NO_FILE.format(arguments[0]))
     return run
+
+
+def input_files(arguments: list[Path], store: str, options: ConvertOptions) -> tuple[set[Path], set[Path]]:
+    """Return the files that may hold data of traces, and the scores files among them, without reading more."""
+    layout, groups = layout_of_options(options.layout, options.field), _by_argument(arguments, local_dir(store))
+    files = {path for _, own in groups for name, path in own.items() if not is_other(name)}
+    if layout is not None and not layout.is_filter:
+        return files, set() if options.scores is None else {Path(options.scores)}
+    left_out = () if layout is None else _left_out(layout, {name for _, own in groups for name in own})
+    paths = [path for _, own in groups for path in _whole(own, None, left_out).values()]
+    return files.intersection(paths), set(find_score_files(arguments, paths, options.scores).scores)
 
 
 def _check_folders(arguments: Sequence[Path], folder: Path, layout: Layout | None) -> None:
@@ -143,9 +155,9 @@ def _with_padding(layout: Layout, options: ConvertOptions) -> Layout:
     return replace(layout, settings={**layout.settings, "S.padding": "none"})
 
 
-def _kept_layouts(folder: Path) -> list[Layout]:
+def _kept_layouts(store: str) -> list[Layout]:
     """Return the layouts that a store keeps, also a damaged one, the newest first."""
-    files = LocalFiles(folder)
+    files = open_plan_files(store).files  # of a store that need not exist
     for number in files.generations():
         with suppress(FileNotFoundError, CorruptStoreError):
             texts = files.load_manifest(number).attributes.layouts

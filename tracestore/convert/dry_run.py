@@ -107,6 +107,7 @@ class _PartNotes(SourceNotes):
 
     def list_refused(self, name: str, errors: Sequence[InvalidInputError]) -> None:
         """Describe refused traces, or a refused source."""
+        self._report.num_traces_refused += len(errors)
         for error in errors:
             self.part.refused.setdefault(error.reason, []).append(name)
 

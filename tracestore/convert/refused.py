@@ -33,7 +33,8 @@ def partial_fingerprint(fingerprint: str, what: str = "partial") -> str:
 class RefusedTraces:
     """The refused traces of all conversions into a store, one JSON object per line.
 
-    A source that is read again replaces its lines. For a store at a URL the file is in the scratch folder.
+    A source that is read again replaces its lines. For a store at a URL the file is in the current folder, and its name
+    has a hash of the URL: stores in several places may have one name.
 
     Parameters
     ----------
@@ -49,8 +50,10 @@ class RefusedTraces:
     """
 
     def __init__(self, store: Path | RemoteURL, *, is_new: bool) -> None:
-        parent = Path() if isinstance(store, RemoteURL) else store.parent
-        self.path = parent / f"{store.name}{SUFFIX}"
+        if isinstance(store, RemoteURL):
+            url_hash = hashlib.blake2b(store.rstrip("/").encode(), digest_size=4).hexdigest()
+            store = Path(f"{store.name}-{url_hash}")
+        self.path = store.with_name(f"{store.name}{SUFFIX}")
         self._lines: dict[str, list[str]] = {}
         self._is_outdated = False  # the file has lines of an older store
         if self.path.exists():

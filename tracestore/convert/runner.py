@@ -125,12 +125,11 @@ class Conversion:
         self._options, self._output, self._reads_all = options, output, reads_all
         self._at_end: Callable[[StoreWriter, ConvertReport], None] = lambda *_: None  # when everything is committed
         self._arguments = (sources, store, options, output, whole)
-        # While files are still being written, those with the ids of a table may follow.
-        self._need_ids = whole is None and not options.skip_bad
+        self._is_whole = whole is None  # While files are still being written, those with the ids of a table may follow.
         self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
-        self.described = described or described_run(sources, self.folder, options, output, whole)
+        self.described = described or described_run(sources, store, options, output, whole)
         self.scoring = scoring or Scoring(self.described, options, output)
         self.sources = self.scoring.sources
         if new is not None:
@@ -354,7 +353,13 @@ class Conversion:
             self._check_interrupt()
             raise UnreadSourceError
         self._say(self.described.close(lambda *key: writer.index.find(*key) >= 0))
-        self._say(self.scoring.check_ids(writer, can_refuse=self._need_ids))
+        self._say(self.scoring.check_ids(writer, can_refuse=self._is_whole and not self.report.num_traces_refused))
+
+    def check_ids(self) -> None:
+        """Check the ids of the scores file when no file follows any more, unless some were refused."""
+        if self.scoring.file is not None and not self.report.num_traces_refused:
+            with StoreWriter(self.store) as writer:
+                self._say(self.scoring.check_ids(writer, can_refuse=True))
 
     def _say(self, lines: Iterable[str]) -> None:
         """Print what was found in all sources."""
@@ -401,8 +406,8 @@ class Conversion:
         if self._reads_all:
             writer.forget_source(stream.source.name)  # it is not read for its own sake
         if isinstance(error, LateConflictError) or not self._options.skip_bad:
-            # The complete sources before it are valid: keep them.
-            self.described.commit(writer)
+            if not writer.replaces_at_commit:  # The complete sources before it are valid: keep them.
+                self.described.commit(writer)
             raise error from None
         progress.clear()
         self._notes.refuse(stream, error)
@@ -581,11 +586,11 @@ class Conversion:
             self._say(gone_note(writer, names, self.described.read, self._seen))
 
     def _require_traces(self, num_traces: int) -> None:
-        """Raise InvalidInputError if the store has no trace at the end."""
+        """Raise NoTracesError if the store has no trace at the end."""
         if num_traces == 0:
             if self._notes.without_traces:
                 raise self._notes.without_traces[0]
-            raise InvalidInputError(f"no file could be converted: {self.report.num_sources_skipped} refused")
+            raise NoTracesError(f"no file could be converted: {self.report.num_sources_skipped} refused")
 
 
 def read_provenances(sources: list[Path], options: ConvertOptions, output: Output) -> dict[Path, Provenance]:

@@ -1,6 +1,7 @@
 """Convert the files of folders that grow, until none has been added for a while."""
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,15 @@ from tracestore.convert.choosing import NoSourceError
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
 from tracestore.convert.summary import ConvertReport
-from tracestore.errors import InvalidInputError, UsageError
+from tracestore.errors import InvalidInputError, NoTracesError, UsageError
 from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.files.byte_source import map_file
 from tracestore.ingest.files.safetensors import stored_tensors
+from tracestore.store.format import paths
+from tracestore.store.format.manifest import MAX_MANIFEST_BYTES
 from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.locks import is_locked
+from tracestore.store.write.plan_files import open_plan_files
 from tracestore.words import plural
 
 POLL_INTERVAL_S = 1.0
@@ -45,7 +49,10 @@ class Watch:
         self._seen: dict[Path, tuple[State, float]] = {}  # the last change of each file, and when it was seen
         self._tried: dict[Path, State] = {}  # the whole files of the last conversion
         self._done: dict[Path, State] = {}  # those that were converted
+        self._newest: bytes | None = None  # manifest of the store after the last conversion
+        self._last: Conversion | None = None
         self._report: ConvertReport | None = None
+        self._error: NoTracesError | None = None  # of the last conversion
         self._num_traces = 0  # in the store
 
     def run(self) -> ConvertReport:
@@ -70,6 +77,8 @@ class Watch:
             raise KeyboardInterrupt(str(error) or text) from None
         if self._report is None:
             raise UsageError(f"{', '.join(map(str, self._arguments))}: no trace file within {self._timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
         return self._report
 
     def _watch(self) -> None:
@@ -77,13 +86,25 @@ class Watch:
         while True:
             is_last = self._timeout_s is not None and time.monotonic() - last >= self._timeout_s
             whole = self._whole_files(is_last=is_last)
+            if (is_last or whole != self._tried) and self._read_newest() != self._newest:
+                self._done = {}  # The store may have been replaced.
             if whole != self._tried or (is_last and whole != self._done):
                 self._convert(whole, is_last=is_last)
-                last = time.monotonic()
+                last, self._newest = time.monotonic(), self._read_newest()
             elif is_last:
+                if self._last is not None:
+                    self._last.check_ids()
                 return
             else:
                 time.sleep(POLL_INTERVAL_S)
+
+    def _read_newest(self) -> bytes | None:
+        """Return the newest manifest of the store, None if there is none."""
+        files = open_plan_files(self._store).files
+        with suppress(FileNotFoundError):
+            for number in files.generations():
+                return files.read_small(paths.manifest(number), MAX_MANIFEST_BYTES)
+        return None
 
     def _whole_files(self, *, is_last: bool) -> dict[Path, State]:
         """Return the files that no program seems to be writing."""
@@ -120,19 +141,20 @@ class Watch:
                 raise
             self._output.info(f"waiting for other files: {error}")
             return
-        self._done = whole
+        self._error = None
         try:
-            report = conversion.run()
-        except InvalidInputError:
+            conversion.run()
+            self._options = replace(self._options, overwrite=False)
+        except NoTracesError as error:
             if not self._options.skip_bad:
                 raise
-            return  # every source so far was refused
+            self._error = error  # every source so far was refused
         finally:
             self._num_traces = conversion.report.num_traces or self._num_traces
-        self._options = replace(self._options, overwrite=False)
+        self._done, report = whole, conversion.report
         if self._report is not None:
             report.add_earlier(self._report)
-        self._report = report
+        self._last, self._report = conversion, report
         if conversion.is_interrupted:  # Ctrl-C after the last trace
             raise KeyboardInterrupt
 

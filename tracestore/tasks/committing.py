@@ -247,10 +247,15 @@ class _Commit(Conversion):
 
     def _streams(self, writer: StoreWriter, pack_options: PackOptions) -> Iterator[TraceStream]:
         """Yield the sources of the tasks."""
+        for known in self._plan.facts["known"]:
+            if not self.is_known(writer, *known):
+                raise InvalidInputError(
+                    "the store has it no longer, or other content of its name; plan again", source=known[0]
+                )
         planned = {position for found in self._plan.facts["tasks"] for position, *_ in found}
-        known = [source for k, source in enumerate(self.sources) if k not in planned]
-        self.report.num_sources_skipped_existing += len(known)
-        self.report.bytes_in += sum(source.file_bytes() for source in known)
+        left_out = [source for k, source in enumerate(self.sources) if k not in planned]
+        self.report.num_sources_skipped_existing += len(left_out)
+        self.report.bytes_in += sum(source.file_bytes() for source in left_out)
         for task in self._tasks:
             if task in self._futures:
                 self._wait(task, self._futures[task])

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
 from tracestore.console import Output
+from tracestore.convert.choosing import input_files
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
 from tracestore.convert.summary import ConvertReport
@@ -14,6 +16,7 @@ from tracestore.tasks.committing import Workers, commit_plan, unwritten, whole_t
 from tracestore.tasks.local_workers import LocalWorkers
 from tracestore.tasks.plan_parts import identity_of
 from tracestore.tasks.task_plan import TaskPlan, kept_plan, new_plan
+from tracestore.words import plural
 
 
 def convert(
@@ -22,7 +25,7 @@ def convert(
     """Convert files into a store with the processes that the options state.
 
     A conversion of one task or of one worker runs in this process. A plan of the same sources and options that was not
-    committed is continued in any case.
+    committed is continued in any case; then files that were added since are converted.
 
     Parameters
     ----------
@@ -53,11 +56,14 @@ def convert(
 
             workers = stack.enter_context(DaskWorkers(options.dask, options.workers, options.memory_budget))
         plan, known = kept_plan(arguments, files, options, output), None
-        is_replaced = plan is not None and _has_changed(plan)
+        is_replaced, added = plan is not None and _has_changed(plan), set[Path]()
         if plan is not None and is_replaced:
             plan.remove(whole_tasks(plan, plan.described().sources))
             plan = None
-        if plan is None:
+        if plan is not None:
+            found, order = input_files(arguments, str(store), options)[0], set(plan.facts["order"])
+            added = {path for path in found if str(path.absolute()) not in order}
+        else:
             conversion = Conversion(arguments, str(store), options, output)
             if options.workers == 1 and workers is None and not is_replaced:
                 return conversion.run()
@@ -69,7 +75,13 @@ def convert(
             known = conversion.known()
         if workers is None:
             workers = LocalWorkers(options.workers, options.memory_budget)
-        return commit_plan(plan, output, workers, num_workers=options.workers, known=known)
+        report = commit_plan(plan, output, workers, num_workers=options.workers, known=known)
+    if added:
+        output.info(f"{plural(len(added), 'file')} added since the plan")
+        planned, options = report, replace(options, overwrite=False)
+        report = Conversion(arguments, str(store), options, output, new=added).run()
+        report.add_earlier(planned)
+    return report
 
 
 def _has_changed(plan: TaskPlan) -> bool:

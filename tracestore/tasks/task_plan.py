@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.console import Output
-from tracestore.convert.choosing import layout_of_options
+from tracestore.convert.choosing import input_files, layout_of_options
 from tracestore.convert.cutting import cut
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
@@ -104,7 +104,7 @@ class TaskPlan:
         self.files, self.data, self.digest = files, data, digest_of(data)
         self.store = files.location
         self.facts: dict[str, Any] = json.loads(data)
-        self._common = digest_of(json.dumps(self.facts | {"tasks": None, "modified": None}).encode())
+        self._common = digest_of(json.dumps(self.facts | {"tasks": None, "known": None, "modified": None}).encode())
         self.options = ConvertOptions(**self.facts["options"], workers=1)
         self.arguments = [Path(argument) for argument in self.facts["arguments"]]
 
@@ -160,7 +160,7 @@ class TaskPlan:
             if found != expected:
                 raise InvalidInputError("has changed since the plan; plan again", source=name)
 
-    def is_current(self) -> bool:
+    def is_current(self, options: ConvertOptions) -> bool:
         """Return whether the versions, scores files, provenances and options of the store are those of the plan."""
         stored = self.facts["store_options"]
         found = None if self.options.overwrite else _options_of(self.files)
@@ -169,6 +169,9 @@ class TaskPlan:
         try:
             self.check_files()
         except InvalidInputError:
+            return False
+        scores = input_files(self.arguments, str(self.store), options)[1]
+        if {str(path.absolute()) for path in scores} != {path for path, _ in self.facts["scores"]}:
             return False
         return self.provenances() == read_provenances(self.arguments, self.options, Quiet())
 
@@ -338,7 +341,7 @@ def kept_plan(arguments: Sequence[Path], files: PlanFiles, options: ConvertOptio
     given = _given(arguments, options)
     for plan in kept_plans(files, files.times()):
         if given.items() <= plan.facts.items():
-            if plan.is_current():
+            if plan.is_current(options):
                 return plan
             output.info(f"the plan {plan.digest} is replaced: versions, inputs, provenance or the store have changed")
             plan.remove()
@@ -361,7 +364,8 @@ def new_plan(
         stored = dict(writer.attributes.options)
         found = list(map(identity_of, conversion.sources))
         sources = [(k, source.name, *found[k][:2]) for k, source in enumerate(conversion.sources)]
-        sources = [source for source in sources if not conversion.is_known(writer, *source[1:])]
+        known = {source[0]: source[1:] for source in sources if conversion.is_known(writer, *source[1:])}
+        sources = [source for source in sources if source[0] not in known]
         shared = [conversion.sources[k].shared for k, *_ in sources]
         sizes = [size for *_, size, _ in sources]
         runs = cut(sizes, shared, conversion.total_bytes)
@@ -382,6 +386,7 @@ def new_plan(
             "unread": [str(path.absolute()) for path in described.score_files.unread],
             "provenances": [[str(p.absolute()), found.to_json()] for p, found in conversion.provenances.items()],
             "tasks": [[sources[k] for k in run] for run in runs],
+            "known": list(known.values()),
             "modified": [identity.modified_ns for identity in found],
         }
         for note in attention.notes(stored["attention"]):

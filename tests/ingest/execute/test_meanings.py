@@ -235,7 +235,10 @@ def test_a_refusal_names_the_table(tmp_path, text):
     refuse(tmp_path, STATES | {"is_correct": "t.json : {id}/ok"}, "^t.json: not JSON: the name .* appears twice")
 
 
-@pytest.mark.parametrize("name", ["README.txt", "readme.txt", "LICENSE.txt", "requirements.txt", "notes.md", "run.log"])
+@pytest.mark.parametrize(
+    "name",
+    ["README.txt", "readme.txt", "LICENSE.txt", "requirements.txt", "notes.md", "run.log", "s.zarr.refused.jsonl"],
+)
 def test_files_without_data_need_no_entry(tmp_path, name):
     one(tmp_path)
     (tmp_path / "in" / name).write_text("made by run.py\n")

@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, command, convert, error_of, make_traces, read_all, tree_bytes, write_pickle, write_store
+from tests.helpers import (
+    ROOT,
+    command,
+    convert,
+    error_of,
+    field_flags,
+    make_trace,
+    make_traces,
+    read_all,
+    tree_bytes,
+    write_pickle,
+    write_store,
+)
 from tests.store.remote.stores import committed_files
 from tests.tiers import long
 from tracestore.errors import RemoteError, StoreLockedError, UsageError
@@ -56,6 +68,20 @@ def test_convert_continues_a_remote_store(remote, folder, tmp_path):
     for destination in (remote, tmp_path / "local.zarr"):
         convert(folder, destination)
     assert_same_store(remote, tmp_path / "local.zarr")
+
+
+def test_new_files_are_read_by_the_layout_of_a_remote_store(remote, tmp_path):
+    lines = ("hidden_states = *.pkl : []/hidden_states -> L S D", "question_id = *.pkl : []/key")
+    for words, numbers in ((field_flags(*lines), range(3)), ((), range(3, 5))):
+        write_pickle(
+            tmp_path / f"in/{len(numbers)}.pkl",
+            [{"hidden_states": make_trace(k)["hidden_states"], "key": f"k{k}"} for k in numbers],
+        )
+        for destination in (remote, tmp_path / "local.zarr"):
+            convert(tmp_path / "in", destination, *words)
+    assert_same_store(remote, tmp_path / "local.zarr")
+    with tracestore.open(remote) as store:
+        assert store.question_ids == [f"k{k}" for k in range(5)]
 
 
 @pytest.mark.long
@@ -172,8 +198,21 @@ def test_overwrite_keeps_the_store_until_all_sources_are_accepted(remote, folder
     convert(folder, remote)
     before = objects_of(remote)
     write_pickle(tmp_path / "bad.pkl", [{"question_id": "no arrays"}])
+    write_pickle(tmp_path / "in/0.pkl", make_traces(2, seed=2))
+    write_pickle(tmp_path / "in/1.pkl", make_traces(2, seed=3))
+    for k in range(2):
+        convert(tmp_path / f"in/{k}.pkl", tmp_path / f"{k}.zarr")
     command("convert", tmp_path / "bad.pkl", remote, "--overwrite", check=3)
+    command("convert", tmp_path / "in", remote, "--overwrite", check=3)
+    command("merge", tmp_path / "0.zarr", tmp_path / "1.zarr", remote, "--overwrite", check=3)
+    with pytest.raises(ZeroDivisionError), tracestore.create(remote, overwrite=True) as writer:
+        writer.append(make_traces(1)[0])
+        raise ZeroDivisionError
     assert objects_of(remote) == before
+    command("convert", tmp_path / "in", remote, "--overwrite", "--plan", tmp_path / "plan.json", check=0)
+    command("work", tmp_path / "plan.json", check=0)
+    command("commit", tmp_path / "plan.json", check=3)
+    assert objects_of(remote).items() >= before.items()
     write_pickle(tmp_path / "good.pkl", make_traces(3, seed=1))
     convert(tmp_path / "good.pkl", remote, "--overwrite")
     convert(tmp_path / "good.pkl", tmp_path / "local.zarr")

@@ -257,6 +257,17 @@ def test_a_partial_write_is_rolled_back(tmp_path, monkeypatch):
         np.testing.assert_array_equal(trace.hidden_states, expected)
 
 
+def test_the_hint_of_a_copied_object_store_names_the_newest_generation(tmp_path):
+    write_store(tmp_path / "s.zarr", make_traces(1))
+    hint = tmp_path / "s.zarr/manifest/newest"
+    assert not hint.exists()
+    hint.write_text("0000000001\n")
+    with tracestore.create(tmp_path / "s.zarr", append=True) as writer:
+        writer.append(make_trace(1))
+    assert hint.read_text() == "0000000002\n"
+    assert verify_store(tmp_path / "s.zarr").leftovers == []
+
+
 def test_a_missing_index_part_is_an_error(store_path):
     next((store_path / "index").glob("*.zip")).unlink()
     with pytest.raises(CorruptStoreError):

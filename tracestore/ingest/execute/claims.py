@@ -25,6 +25,7 @@ _OTHER_FILES = (PROVENANCE_FILE, "readme.txt", "license.txt", "requirements.txt"
 _OTHER_SUFFIXES = (
     *(".md", ".py", ".ipynb", ".sh", ".log", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".png", ".pdf", ".svg", ".html"),
     *(".jpg", ".lock", ".rst", ".license", ".gitignore", ".sql", ".slurm", ".err"),
+    ".refused.jsonl",  # lists of the traces that conversions have refused
 )
 _ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z", ".rar")
 _MAX_NAMES = 3

@@ -141,7 +141,7 @@ def merge_stores(
                     if progress is not None:
                         progress(done, total)
             except InvalidInputError as error:
-                writer.commit()  # Sources that were copied completely stay.
+                _commit_copied(writer)
                 raise error.with_location(source=str(store.path)) from None
         writer.commit()
         for store, indices in copies:
@@ -211,6 +211,12 @@ def _provenances(store: TraceStore, wanted: np.ndarray) -> list[Provenance]:
     if (lens := store.lens) is not None:
         used.append(lens.provenance)
     return [provenance for provenance in store.provenance if provenance in used]
+
+
+def _commit_copied(writer: StoreWriter) -> None:
+    """Commit before an error the sources that were copied completely."""
+    if not writer.replaces_at_commit:
+        writer.commit()
 
 
 def _merge_source(

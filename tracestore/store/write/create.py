@@ -273,7 +273,8 @@ class TraceWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an exception the appended traces are committed, but they do not replace an existing store.
         try:
-            self.flush()
+            if kind is None or not self._writer.replaces_at_commit:
+                self.flush()
             if kind is None:
                 self._writer.replace_existing()
         finally:

@@ -159,6 +159,11 @@ class StoreWriter(Changes):
         return len(self._pending.rows)
 
     @property
+    def replaces_at_commit(self) -> bool:
+        """Whether the next commit replaces a store that readers see: with `overwrite` the first one to an object store."""
+        return 0 < self.target.replaced_generation == self.manifest.generation
+
+    @property
     def pending_bytes(self) -> int:
         """Size of the segments that the next commit adds, in bytes."""
         return self._pending.num_bytes
