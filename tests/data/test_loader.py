@@ -264,3 +264,16 @@ def test_a_threshold_is_a_number(store_path):
         for read in (store.targets, store[:5].targets, lambda t: store.split(score_threshold=t)):
             with pytest.raises(UsageError, match="found score_threshold nan"):
                 read(float("nan"))
+
+
+@pytest.mark.parametrize(("attention", "edge_format"), [("heads", "coo"), ("heads", "packed"), ("edges", "coo")])
+def test_weights_of_one_head_keep_the_stored_dtype(tmp_path, attention, edge_format):
+    (trace,) = make_traces(1, heads=1, dtype="f4")
+    weights = np.stack(trace["attentions"])[:, 0]
+    if attention == "edges":
+        trace["edges"] = [(np.stack(np.nonzero(w)), w[np.nonzero(w)]) for w in weights]
+        del trace["attentions"]
+    write_store(tmp_path / "s.zarr", [trace], attention="heads", dtype="keep")
+    (batch,) = tracestore.TraceLoader(tmp_path / "s.zarr", "graph", edge_format=edge_format, as_pyg=False)
+    found = batch.edge_attr if edge_format == "coo" else batch.attention
+    assert found.dtype == torch.float32 and sorted(found.flatten().tolist()) == sorted(weights[weights > 0].tolist())
