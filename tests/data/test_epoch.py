@@ -101,6 +101,15 @@ def test_batches_by_cost(store, cost):
     assert all(c + sizes[n[0]] > limit for c, n in zip(costs, batches[1:], strict=False))
 
 
+@pytest.mark.parametrize("cost", ["tokens", "nodes", "edges"])
+def test_a_trace_costs_at_least_one(tmp_path, cost):
+    """Last tokens without states of all tokens are as many batches as the limit says, also without the last one."""
+    write_store(tmp_path / "s.zarr", [{"question_id": k, "last_token": np.ones((3, 8))} for k in range(30)])
+    for drop_last, expected in ((False, [8, 8, 8, 6]), (True, [8, 8, 8])):
+        loader = make(tmp_path / "s.zarr", batch_by=cost, max_batch_cost=8, drop_last=drop_last)
+        assert list(map(len, ids(loader))) == expected
+
+
 def test_pad_and_drop_last(store):
     padded = ids(make(store, pad_last=True))
     plain = ids(make(store))

@@ -41,7 +41,7 @@ def rank_and_world_size(rank: int | None = None, world_size: int | None = None) 
 
 
 def trace_costs(store: TraceStore, batch_format: BatchFormat, by: BatchBy, indices: np.ndarray) -> np.ndarray:
-    """Return the cost of each trace, int64 of shape (n,).
+    """Return the cost of each trace, int64 of shape (n,), at least 1.
 
     "tokens" is S, "nodes" S for each of the layers, "edges" the stored pairs of these before any
     threshold, and "bytes" what the trace takes in a batch.
@@ -49,7 +49,8 @@ def trace_costs(store: TraceStore, batch_format: BatchFormat, by: BatchBy, indic
     if by == "bytes":
         return batch_format.bytes_per_trace(store, indices)
     tokens, pairs = store.token_and_pair_counts(indices, batch_format.layer_numbers(store))
-    return {"tokens": tokens, "nodes": tokens * batch_format.num_layers(store), "edges": pairs}[by]
+    costs = {"tokens": tokens, "nodes": tokens * batch_format.num_layers(store), "edges": pairs}[by]
+    return np.maximum(costs, 1)  # last tokens alone, and graphs without edges, have none
 
 
 def mean_trace_bytes(store: TraceStore, batch_format: BatchFormat, indices: np.ndarray | None = None) -> int:
