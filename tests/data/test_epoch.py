@@ -110,6 +110,17 @@ def test_a_trace_costs_at_least_one(tmp_path, cost):
         assert list(map(len, ids(loader))) == expected
 
 
+@pytest.mark.parametrize(("cost", "other"), [("nodes", {"layers": [0]}), ("bytes", {"dtype": "float32"})])
+def test_a_state_belongs_to_costs(store, cost, other):
+    """A position means other traces where the costs compose other batches."""
+    options = {"view": "graph", "as_pyg": False, "batch_by": cost, "max_batch_cost": 3000}
+    first = make(store, **options)
+    next(iter(first))
+    make(store, **options, num_threads=0).load_state_dict(json.loads(json.dumps(first.state_dict())))
+    with pytest.raises(UsageError, match="state of another loader: costs_crc32c"):
+        make(store, **options, **other).load_state_dict(first.state_dict())
+
+
 def test_pad_and_drop_last(store):
     padded = ids(make(store, pad_last=True))
     plain = ids(make(store))

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -251,7 +252,8 @@ class EpochPlanner:
         The keys are part of the loader's state and therefore of checkpoints.
         """
         members = self.store.internals.members
-        return {
+        costs = {} if self.batch_by is None else {"costs_crc32c": self._costs_crc32c}
+        return costs | {
             "seed": self.seed,
             "batch_size": self.batch_size if self.batch_by is None else 0,
             "batch_cost": self.batch_by or "",
@@ -264,6 +266,16 @@ class EpochPlanner:
             "weights": [int(weight) for weight in self.weights or ()],
             "stores": [] if len(members) == 1 else [member.manifest.content for member in members],
         }
+
+    @cached_property
+    def _costs_crc32c(self) -> int:
+        """The checksum of the costs that compose batches, which depend on layers and form of the batches."""
+        assert self.batch_by is not None
+        known, crc = self.store.indices if self.indices is None else self.indices, 0
+        for begin in range(0, len(known), order.COST_CHUNK):
+            some = known[begin : begin + order.COST_CHUNK]
+            crc = crc32c(trace_costs(self.store, self.batch_format, self.batch_by, some), crc)
+        return crc
 
     def _indices_crc32c(self) -> int:
         if self.tokens is not None:
