@@ -159,6 +159,7 @@ class EpochPlanner:
     epoch_size: int | None = None
 
     def __post_init__(self) -> None:
+        self._num_traces = len(self.store)  # a pickled copy may open the store with further traces
         for name in ("batch_size", "buffer_size", "block_bytes"):
             setattr(self, name, order.whole_number(name, getattr(self, name), 1))
         self.seed = order.whole_number("seed", self.seed)
@@ -214,7 +215,7 @@ class EpochPlanner:
         """Traces, or tokens in view "tokens", that an epoch takes its samples from."""
         if self.tokens is not None:
             return len(self.tokens)
-        return len(self.store) if self.indices is None else len(self.indices)
+        return self._num_traces if self.indices is None else len(self.indices)
 
     @property
     def num_samples(self) -> int:
@@ -271,7 +272,7 @@ class EpochPlanner:
     def _costs_crc32c(self) -> int:
         """The checksum of the costs that compose batches, which depend on layers and form of the batches."""
         assert self.batch_by is not None
-        known, crc = self.store.indices if self.indices is None else self.indices, 0
+        known, crc = np.arange(self._num_traces) if self.indices is None else self.indices, 0
         for begin in range(0, len(known), order.COST_CHUNK):
             some = known[begin : begin + order.COST_CHUNK]
             crc = crc32c(trace_costs(self.store, self.batch_format, self.batch_by, some), crc)
