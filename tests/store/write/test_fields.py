@@ -513,6 +513,7 @@ def unreadable(kind, array):
     }[kind]()
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["hidden_states", "layers", "rows", "rows of heads", "last_token", "tokens", "attention_mask", "token_entropy",
                                   "label", "score", "prompt_length", "an extra"])  # fmt: skip
