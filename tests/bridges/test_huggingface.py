@@ -121,3 +121,14 @@ def test_no_rows(path, tmp_path, monkeypatch):
     with tracestore.open(path) as store:
         empty, whole = to_datasets(store[:0]), to_datasets(store)
         assert len(empty) == 0 and empty.features == whole.features
+
+
+@pytest.mark.parametrize(("groups", "expected"), [([0, 1, None], ["0", "1", ""]), (["", "0", None], ["", "0", ""])])
+def test_a_group_may_be_zero(tmp_path, groups, expected):
+    datasets = pytest.importorskip("datasets")
+    from tracestore.bridges.huggingface import from_datasets
+
+    rows = [{"question_id": f"q{k}", "hidden_states": [[[1.0, 2.0]]], "group": group} for k, group in enumerate(groups)]
+    from_datasets(datasets.Dataset.from_list(rows), tmp_path / "s.zarr", attention="none")
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert [store.group(k) for k in range(3)] == expected

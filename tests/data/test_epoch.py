@@ -101,6 +101,26 @@ def test_batches_by_cost(store, cost):
     assert all(c + sizes[n[0]] > limit for c, n in zip(costs, batches[1:], strict=False))
 
 
+@pytest.mark.parametrize("cost", ["tokens", "nodes", "edges"])
+def test_a_trace_costs_at_least_one(tmp_path, cost):
+    """Last tokens without states of all tokens are as many batches as the limit says, also without the last one."""
+    write_store(tmp_path / "s.zarr", [{"question_id": k, "last_token": np.ones((3, 8))} for k in range(30)])
+    for drop_last, expected in ((False, [8, 8, 8, 6]), (True, [8, 8, 8])):
+        loader = make(tmp_path / "s.zarr", batch_by=cost, max_batch_cost=8, drop_last=drop_last)
+        assert list(map(len, ids(loader))) == expected
+
+
+@pytest.mark.parametrize(("cost", "other"), [("nodes", {"layers": [0]}), ("bytes", {"dtype": "float32"})])
+def test_a_state_belongs_to_costs(store, cost, other):
+    """A position means other traces where the costs compose other batches."""
+    options = {"view": "graph", "as_pyg": False, "batch_by": cost, "max_batch_cost": 3000}
+    first = make(store, **options)
+    next(iter(first))
+    make(store, **options, num_threads=0).load_state_dict(json.loads(json.dumps(first.state_dict())))
+    with pytest.raises(UsageError, match="state of another loader: costs_crc32c"):
+        make(store, **options, **other).load_state_dict(first.state_dict())
+
+
 def test_pad_and_drop_last(store):
     padded = ids(make(store, pad_last=True))
     plain = ids(make(store))

@@ -151,6 +151,15 @@ def test_a_consumer_that_counts_batches_gets_the_next_epoch(store_path, num_thre
     # An epoch that was left early starts again.
     next(iter(counted))
     assert [b.question_id for b in counted] == order[1]
+    # Its state says so once the epoch is set again.
+    counted.set_epoch(1)
+    assert [next(iter(counted)).question_id for _ in range(2)] == [order[1][0]] * 2
+    counted.set_epoch(1)
+    assert counted.state_dict()["batch"] == 0
+    # The position of a state that was loaded is kept.
+    counted.load_state_dict(state | {"epoch": 1, "batch": 1})
+    counted.set_epoch(1)
+    assert counted.state_dict()["batch"] == 1 and [b.question_id for b in counted] == order[1][1:]
 
 
 def test_messages_for_wrong_arguments(store_path):
@@ -264,3 +273,16 @@ def test_a_threshold_is_a_number(store_path):
         for read in (store.targets, store[:5].targets, lambda t: store.split(score_threshold=t)):
             with pytest.raises(UsageError, match="found score_threshold nan"):
                 read(float("nan"))
+
+
+@pytest.mark.parametrize(("attention", "edge_format"), [("heads", "coo"), ("heads", "packed"), ("edges", "coo")])
+def test_weights_of_one_head_keep_the_stored_dtype(tmp_path, attention, edge_format):
+    (trace,) = make_traces(1, heads=1, dtype="f4")
+    weights = np.stack(trace["attentions"])[:, 0]
+    if attention == "edges":
+        trace["edges"] = [(np.stack(np.nonzero(w)), w[np.nonzero(w)]) for w in weights]
+        del trace["attentions"]
+    write_store(tmp_path / "s.zarr", [trace], attention="heads", dtype="keep")
+    (batch,) = tracestore.TraceLoader(tmp_path / "s.zarr", "graph", edge_format=edge_format, as_pyg=False)
+    found = batch.edge_attr if edge_format == "coo" else batch.attention
+    assert found.dtype == torch.float32 and sorted(found.flatten().tolist()) == sorted(weights[weights > 0].tolist())

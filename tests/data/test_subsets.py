@@ -216,3 +216,32 @@ def test_a_store_that_grew_has_the_same_first_traces(tmp_path):
         write_store(path, [make_trace(k)], append=True)
     whole, subset = pickle.loads(pickled)
     assert len(whole) == 15 and subset.question_ids == ["q7", "q2"]
+
+
+def test_a_pickled_loader_has_the_traces_of_its_construction(tmp_path):
+    path = write_store(tmp_path / "s.zarr", make_traces(12), score=lambda k: k % 2)
+    options = {"shuffle": False, "batch_size": 4}
+    costs = {"batch_by": "tokens", "max_batch_cost": 9, "view": "graph", "as_pyg": False}
+    with tracestore.open(path) as store:
+        given = [
+            *(tracestore.TraceLoader(store, **options | more) for more in ({}, {"view": "tokens"}, costs)),
+            tracestore.TraceLoader(store[[7, 2]], **options), tracestore.TraceDataset(store),
+            tracestore.TraceDataset(store, "tokens"), tracestore.TraceIterableDataset(store, **options),
+            tracestore.TraceIterableDataset(store),
+        ]  # fmt: skip
+        pickled = pickle.dumps(given)
+        numbers = [[getattr(x, "trace_index", x[1]) for x in one] for one in given[4:6]]
+        expected = [[b.trace_index.tolist() for b in loader] for loader in given[:4]] + numbers
+        states = [loader.state_dict() for loader in given[:4]]
+    del given, store
+    for k in range(12, 15):
+        write_store(path, [make_trace(k)], append=True)
+    found = pickle.loads(pickled)
+    assert [loader.state_dict() for loader in found[:4]] == [state | {"epoch": 0, "batch": 0} for state in states]
+    assert [[b.trace_index.tolist() for b in loader] for loader in found[:4]] == expected[:4]
+    assert [[getattr(x, "trace_index", x[1]) for x in one] for one in found[4:6]] == expected[4:]
+    assert [b.trace_index.tolist() for b in found[6]] == expected[0]
+    assert sorted(x.trace_index for x in found[7]) == list(range(12))
+    for dataset in found[4:6]:
+        with pytest.raises(IndexError):
+            dataset[len(dataset)]

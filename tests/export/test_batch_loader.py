@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, as_torch, convert, make_trace, make_traces, write_pickle, write_store
+from tests.helpers import ROOT, as_torch, convert, make_trace, make_traces, write_pickle, write_scores, write_store
 from tracestore.errors import InvalidInputError, UsageError
 
 
@@ -100,6 +100,60 @@ def test_batches_into_one_file(data, traces, tmp_path, source):
     with pytest.raises(UsageError, match="is a store"):
         tracestore.merge_batches(write_store(tmp_path / "other.zarr", traces) / "new.pkl", path)
     assert (tmp_path / "all.pkl").read_bytes() == before
+
+
+VERDICTS = {
+    "label and group": ({"label": 1, "group": "g"}, {"label": 1, "group": "g"}),
+    "scores": ({"score": 0.25, "is_correct": False, "bleurt_score": 0.5},) * 2,
+    "other direction": ({"hallucination_score": 0.25, "is_hallucinated": 1},) * 2,
+    "score that is an extra in files": ({"score": -1.0, "scores": {"em": 0.5}}, {"score": -1.0, "score_em": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_labels_scores_groups_and_layers_are_kept(tmp_path, name, is_folder):
+    given, expected = VERDICTS[name]
+    traces = [trace | {"layer_ids": [2, 4, 6]} for trace in make_traces(3)]
+    traces[1] |= given
+    (tmp_path / "all").mkdir()
+    if is_folder and given == expected:
+        write_pickle(tmp_path / "s" / "a.pkl", traces)
+    else:
+        write_store(tmp_path / "s", traces)
+    assert tracestore.merge_batches(tmp_path / "all" / "all.pkl", tmp_path / "s") == 3
+    found = pickle.loads((tmp_path / "all" / "all.pkl").read_bytes())
+    assert [set(trace) - set(traces[0]) for trace in found] == [set(), set(expected), set()]
+    assert {key: found[1][key] for key in expected} == expected
+    if given != expected:  # a refusal, and no store without the score
+        with pytest.raises(InvalidInputError, match="score_em"):
+            tracestore.convert_files(tmp_path / "all", tmp_path / "back.zarr")
+        return
+    tracestore.convert_files(tmp_path / "all", tmp_path / "back.zarr")
+    source = write_store(tmp_path / "source.zarr", traces)
+    one, two = (tracestore.open(path) for path in (source, tmp_path / "back.zarr"))
+    assert one.score_fields.keys() == two.score_fields.keys()
+    for a, b in zip(one, two, strict=True):
+        assert (a.scores, a.group, repr(a.label)) == (b.scores, b.group, repr(b.label))
+    assert two[1].provenance.layer_ids == (2, 4, 6)
+
+
+def test_a_default_score_of_hallucinations_is_read_as_such_again(tmp_path):
+    write_store(tmp_path / "s", make_traces(3), score=lambda k: k / 2, score_direction="hallucination")
+    (tmp_path / "all").mkdir()
+    tracestore.merge_batches(tmp_path / "all" / "all.pkl", tmp_path / "s")
+    tracestore.convert_files(tmp_path / "all", tmp_path / "back.zarr")
+    one, two = tracestore.open(tmp_path / "s"), tracestore.open(tmp_path / "back.zarr")
+    assert one.scores.tolist() == two.scores.tolist() and one.targets().tolist() == two.targets().tolist() == [0, 1, 1]
+
+
+def test_verdicts_that_a_scores_file_replaced_do_not_come_back(tmp_path):
+    write_pickle(tmp_path / "data" / "a.pkl", [trace | {"label": 1, "is_correct": 0} for trace in make_traces(2)])
+    write_scores(tmp_path / "scores.csv", {"q0": 0.75, "q1": 1})
+    convert(tmp_path / "data", tmp_path / "s.zarr", "--scores", tmp_path / "scores.csv")
+    assert tracestore.open(tmp_path / "s.zarr")[0].extras == {"label": 1, "is_correct": 0}
+    found = tracestore.TraceBatchLoader(tmp_path / "s.zarr").get_batch(0)[0]
+    assert found["score"] == 0.75 and not {"label", "is_correct"} & found.keys()
 
 
 def test_traces_a_program_appended_and_bfloat16(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import tracestore
 from tests.helpers import command, make_optional, make_trace, write_scores, write_store
 from tracestore.data.tokens.answers import answer_span
-from tracestore.errors import DiskFullError
+from tracestore.errors import DiskFullError, UsageError
 from tracestore.features import feature_table
 from tracestore.features.attention_features import SMALLEST
 from tracestore.features.feature_table import features, token_state_bits
@@ -41,6 +41,18 @@ def test_pooled_states(tmp_path):
         np.testing.assert_array_equal(found["prompt_last"][:, k], states[:, BEGIN - 1])
         np.testing.assert_allclose(found["answer_mean"][:, k], states[:, BEGIN:].mean(1), rtol=1e-6)
         np.testing.assert_array_equal(found["answer_max"][:, k], states[:, BEGIN:].max(1))
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_subset_is_refused(tmp_path, is_made):
+    """It would get, or leave behind in the cache, the values of other traces."""
+    store = write(tmp_path / "s.zarr")
+    reads = [lambda s, g=g: features(s, g) for g in ("last", "hidden", "attention", "tokens")]
+    for read in [*reads, lambda s: token_state_bits(s, [0])]:
+        if is_made:
+            read(store)
+        with pytest.raises(UsageError, match=r"pass subset\.store and subset\.indices"):
+            read(store[2:])
 
 
 def test_hidden_score_is_the_mean_log_eigenvalue_of_the_covariance(tmp_path):

@@ -190,7 +190,7 @@ def from_datasets(
                 score=row.get(SCORE_COLUMNS[direction]),
                 scores={name: row[column] for column, name in named.items()},
                 label=row.get("label"),
-                group=row.get("group") or "",
+                group=row.get("group"),
             )
             count += 1
     return count

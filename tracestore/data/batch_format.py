@@ -179,7 +179,7 @@ class BatchFormat:
 
     def _gathered_dtype(self, store: TraceStore) -> str:
         """Return the dtype of the weights before any conversion. A mean made while gathering is float16."""
-        is_averaged = store.attention_mode == "heads" and self.edge_format != "heads"
+        is_averaged = store.num_stored_heads > 1 and self.edge_format != "heads"
         return "float16" if is_averaged else store.attention_dtype
 
     def hidden_dtype(self, store: TraceStore) -> str:

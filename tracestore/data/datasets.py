@@ -162,7 +162,8 @@ class TraceDataset(Dataset[Any]):
     def __len__(self) -> int:
         if self.tokens is not None:
             return len(self.tokens)
-        return len(self.store if self.indices is None else self.indices)
+        # The labels are of the traces that the store had; a pickled copy may open it with further ones.
+        return len(self.gatherer.targets if self.indices is None else self.indices)
 
     def __repr__(self) -> str:
         return f"TraceDataset({self.format.describe(self.store, len(self))})"

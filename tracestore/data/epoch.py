@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -41,7 +42,7 @@ def rank_and_world_size(rank: int | None = None, world_size: int | None = None) 
 
 
 def trace_costs(store: TraceStore, batch_format: BatchFormat, by: BatchBy, indices: np.ndarray) -> np.ndarray:
-    """Return the cost of each trace, int64 of shape (n,).
+    """Return the cost of each trace, int64 of shape (n,), at least 1.
 
     "tokens" is S, "nodes" S for each of the layers, "edges" the stored pairs of these before any
     threshold, and "bytes" what the trace takes in a batch.
@@ -49,7 +50,8 @@ def trace_costs(store: TraceStore, batch_format: BatchFormat, by: BatchBy, indic
     if by == "bytes":
         return batch_format.bytes_per_trace(store, indices)
     tokens, pairs = store.token_and_pair_counts(indices, batch_format.layer_numbers(store))
-    return {"tokens": tokens, "nodes": tokens * batch_format.num_layers(store), "edges": pairs}[by]
+    costs = {"tokens": tokens, "nodes": tokens * batch_format.num_layers(store), "edges": pairs}[by]
+    return np.maximum(costs, 1)  # last tokens alone, and graphs without edges, have none
 
 
 def mean_trace_bytes(store: TraceStore, batch_format: BatchFormat, indices: np.ndarray | None = None) -> int:
@@ -157,6 +159,7 @@ class EpochPlanner:
     epoch_size: int | None = None
 
     def __post_init__(self) -> None:
+        self._num_traces = len(self.store)  # a pickled copy may open the store with further traces
         for name in ("batch_size", "buffer_size", "block_bytes"):
             setattr(self, name, order.whole_number(name, getattr(self, name), 1))
         self.seed = order.whole_number("seed", self.seed)
@@ -212,7 +215,7 @@ class EpochPlanner:
         """Traces, or tokens in view "tokens", that an epoch takes its samples from."""
         if self.tokens is not None:
             return len(self.tokens)
-        return len(self.store) if self.indices is None else len(self.indices)
+        return self._num_traces if self.indices is None else len(self.indices)
 
     @property
     def num_samples(self) -> int:
@@ -250,7 +253,8 @@ class EpochPlanner:
         The keys are part of the loader's state and therefore of checkpoints.
         """
         members = self.store.internals.members
-        return {
+        costs = {} if self.batch_by is None else {"costs_crc32c": self._costs_crc32c}
+        return costs | {
             "seed": self.seed,
             "batch_size": self.batch_size if self.batch_by is None else 0,
             "batch_cost": self.batch_by or "",
@@ -263,6 +267,16 @@ class EpochPlanner:
             "weights": [int(weight) for weight in self.weights or ()],
             "stores": [] if len(members) == 1 else [member.manifest.content for member in members],
         }
+
+    @cached_property
+    def _costs_crc32c(self) -> int:
+        """The checksum of the costs that compose batches, which depend on layers and form of the batches."""
+        assert self.batch_by is not None
+        known, crc = np.arange(self._num_traces) if self.indices is None else self.indices, 0
+        for begin in range(0, len(known), order.COST_CHUNK):
+            some = known[begin : begin + order.COST_CHUNK]
+            crc = crc32c(trace_costs(self.store, self.batch_format, self.batch_by, some), crc)
+        return crc
 
     def _indices_crc32c(self) -> int:
         if self.tokens is not None:

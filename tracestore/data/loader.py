@@ -284,8 +284,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
         """
         epoch = whole_number("epoch", epoch)
         if epoch != self.epoch or self._epoch_done:
-            self._resume_at = self._position = 0
-        self.epoch, self._epoch_done = epoch, False
+            self._resume_at = 0
+        self.epoch, self._position, self._epoch_done = epoch, self._resume_at, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch, as a few integers and strings.

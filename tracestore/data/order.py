@@ -20,7 +20,7 @@ from tracestore.errors import UsageError
 Shuffle = Literal["global", "buffer", "block", "none"]
 SHUFFLES: tuple[Shuffle, ...] = get_args(Shuffle)
 # Positions whose costs are looked up at once.
-_COST_CHUNK = 1 << 16
+COST_CHUNK = 1 << 16
 _MASK = 0xFFFFFFFFFFFFFFFF
 
 
@@ -284,8 +284,8 @@ class CostBoundedBatches(Batches):
     ) -> None:
         self.n, self.pad_last = n, False
         total = np.zeros(n + 1, np.int64)  # of the positions before each position
-        for begin in range(0, n, _COST_CHUNK):
-            end = min(n, begin + _COST_CHUNK)
+        for begin in range(0, n, COST_CHUNK):
+            end = min(n, begin + COST_CHUNK)
             total[begin + 1 : end + 1] = cost_at(np.arange(begin, end))
         np.cumsum(total, out=total)
         starts = [0]

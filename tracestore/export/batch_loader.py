@@ -12,7 +12,7 @@ import numpy as np
 
 from tracestore.errors import UsageError
 from tracestore.export.exporter import TRACES_PER_FILE
-from tracestore.export.file_formats import PickleListWriter, record_dict, trace_dict
+from tracestore.export.file_formats import PickleListWriter, complete_dict, record_dict
 from tracestore.ingest.builtin.parts import find_sources
 from tracestore.ingest.source_reading import read_traces
 from tracestore.ingest.sources import SourceFile
@@ -35,8 +35,9 @@ class TraceBatchLoader:
     program appended to a store form batches of 500. A subset keeps its order: there a batch is a run of
     traces of one file, or of appended ones. Files are parsed as data: no code in them runs,
     and only the current trace takes memory. Arrays are NumPy's, read-only views of the mapped file
-    where it is not compressed; bfloat16 gives torch tensors. Each dict has a question_id. For a
-    store of head-averaged attention, `attentions` is a list of L arrays (1, S, S).
+    where it is not compressed; bfloat16 gives torch tensors. Each dict has a question_id, and label,
+    scores, group and layer_ids if the trace has them. A score that `tracestore convert` does not know has the key
+    score_NAME. For a store of head-averaged attention, `attentions` is a list of L arrays (1, S, S).
 
     Parameters
     ----------
@@ -191,7 +192,7 @@ def _store_batches(traces: TraceStore | TraceSubset) -> list[_Batch]:
         def read() -> Iterator[Trace]:
             return map(store.__getitem__, indices.tolist())
 
-        return _Batch(name, num_bytes, read, partial(trace_dict, store), len(indices))
+        return _Batch(name, num_bytes, read, partial(complete_dict, store), len(indices))
 
     index, batches, num_appended = store.internals.index, [], 0
     sizes = np.array([source.size for source in index.sources()], np.int64)

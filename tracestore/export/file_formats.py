@@ -2,7 +2,7 @@
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
@@ -12,16 +12,19 @@ from tracestore.export import safetensors_file
 from tracestore.ingest.exports.export_manifest import DATA_FOLDER
 from tracestore.store.format import schema
 from tracestore.store.format.extra_fields import decode_list
-from tracestore.store.format.labels import is_in_unit_range, used_scores
+from tracestore.store.format.labels import CORRECT, DEFAULT_SCORE_NAME, SCORE_COLUMNS, is_in_unit_range, used_scores
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 from tracestore.store.trace_fields import PackedEdges
+from tracestore.store.vocabulary import JUDGMENTS, SCORES, is_verdict
 from tracestore.store.write.record import TraceRecord
 
 ExportFormat = Literal["pkl", "pt-lstm", "pt-gnn", "safetensors", "datasets"]
 FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
 # Fields of a PyG Data that are not extras.
 _GRAPH_ARRAYS = ("x", "edge_index", "edge_attr")
+# Keys of scores that the built-in layout of pickles reads.
+_SCORE_KEYS = (*SCORE_COLUMNS.values(), *JUDGMENTS, "bleurt", "bleurt_score")
 
 
 class PickleListWriter:
@@ -53,7 +56,7 @@ def file_layers(layers: Iterable[np.ndarray], dtype: str | None) -> list[Any]:
 
 
 def trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
-    """Return a trace as a dict of the pickle schema: the fields of its source and a question_id.
+    """Return a trace as a dict of the pickle schema: the fields of its source and a question_id, without label and scores.
 
     Raises
     ------
@@ -75,6 +78,13 @@ def trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
     return trace.extras | _fields(trace, hidden, attention, texts | trace.optional_fields)
 
 
+def complete_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
+    """Return the dict of `trace_dict` with label, scores, group and layer_ids of the trace."""
+    layer_ids = None if trace.provenance is None else trace.provenance.layer_ids
+    directions = {name: field.direction for name, field in store.score_fields.items()}
+    return _with_verdict(trace_dict(store, trace), trace, layer_ids, directions)
+
+
 def record_dict(record: TraceRecord) -> dict[str, Any]:
     """Return the dict of the pickle schema that a record was made from.
 
@@ -90,7 +100,29 @@ def record_dict(record: TraceRecord) -> dict[str, Any]:
         for layers in (record.hidden, record.attention)
     )
     optional = {n: decode_list(v) if isinstance(v, str) else v for n, v in record.optional.items()}
-    return record.extras | _fields(record, hidden, attention, record.strings | optional)
+    found = record.extras | _fields(record, hidden, attention, record.strings | optional)
+    return _with_verdict(found, record, record.layer_ids, SCORES)
+
+
+def _with_verdict(
+    found: dict[str, Any], trace: Any, layer_ids: tuple[int, ...] | None, directions: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return a dict with what a split and training need, of the trace instead of the extras.
+
+    A score that the built-in layout would not read, or in the other direction, is score_NAME, which it refuses.
+    """
+    more: dict[str, Any] = {}
+    for name, score in trace.scores.items():
+        direction = directions.get(name, CORRECT)
+        key = SCORE_COLUMNS[direction] if name == DEFAULT_SCORE_NAME else name
+        is_read = key in _SCORE_KEYS and SCORES[key] == direction and (key == name or key not in trace.scores)
+        more[key if is_read else f"score_{name}"] = score
+    if trace.label is not None and trace.label == trace.label:
+        more["label"] = trace.label
+    more |= {"group": trace.group} if trace.group else {}
+    more |= {} if layer_ids is None else {"layer_ids": list(layer_ids)}
+    replaced = ("label", *_SCORE_KEYS)
+    return {name: value for name, value in found.items() if name not in replaced or not is_verdict(value)} | more
 
 
 def _fields(trace: Any, hidden: Any, attention: Any, more: dict[str, Any]) -> dict[str, Any]:

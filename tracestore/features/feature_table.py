@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.data.tokens.answers import answer_span
+from tracestore.errors import UsageError
 from tracestore.features.attention_features import attention_features
 from tracestore.features.hidden_features import pooled_states
 from tracestore.features.token_features import STATISTICS, token_statistics
@@ -27,6 +28,7 @@ from tracestore.store.format import schema
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.io.local_folders import cache_dir
 from tracestore.store.read.store import TraceStore
+from tracestore.store.read.subset import TraceSubset
 from tracestore.store.read.trace import Trace
 
 # Increased whenever the values of a feature change.
@@ -94,7 +96,10 @@ def features(store: TraceStore, group: str, *, top_k: int = DEFAULT_TOP_K) -> Va
     ------
     DiskFullError
         If the cache folder has no space.
+    UsageError
+        For a subset of a store, whose rows would be those of other traces.
     """
+    _refuse_subset(store)
     spec = _GROUPS[group]
     options: dict[str, object] = {"names": sorted(spec.shapes(store, top_k))}
     options |= {"top_k": top_k} if group == "attention" else {}
@@ -137,6 +142,7 @@ def token_state_bits(store: TraceStore, layers: Sequence[int]) -> tuple[np.ndarr
         ``(N + 1,)`` int64; trace k has the values offsets[k] to offsets[k + 1], none if it does not tell where its
         answer is.
     """
+    _refuse_subset(store)
     chosen = [int(layer) for layer in layers]
 
     def write(folder: Path) -> None:
@@ -152,6 +158,11 @@ def token_state_bits(store: TraceStore, layers: Sequence[int]) -> tuple[np.ndarr
 
     found = _cached(store, "token_states", {"layers": chosen}, write)
     return found["values"], found["offsets"]
+
+
+def _refuse_subset(store: TraceStore) -> None:
+    if isinstance(store, TraceSubset):
+        raise UsageError(f"found a subset of {store.path}, expected the store: pass subset.store and subset.indices")
 
 
 def _with_traces(name: str, shape: tuple[int, ...], count: int) -> tuple[int, ...]:

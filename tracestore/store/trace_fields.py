@@ -127,7 +127,7 @@ class TraceFields:
         stored = getattr(self if extras.bfloat16_dtype() else self._in_own_memory(), bits)
         if isinstance(stored, PackedEdges):
             return stored._replace(weight=schema.as_values(stored.weight, dtype))
-        return schema.as_values(stored, dtype)
+        return None if stored is None else schema.as_values(stored, dtype)  # None: a copy lacks the array
 
     def keys(self) -> list[str]:
         """Return the names of the fields that the trace has.

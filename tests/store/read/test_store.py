@@ -59,6 +59,15 @@ def test_a_pickled_store_opens_the_same_store(store_path):
         np.testing.assert_equal(read_all(other), read_all(store))
 
 
+def test_a_pickled_trace_is_its_copy_and_pickled_ids_are_a_list(store_path):
+    with tracestore.open(store_path) as store:
+        trace, ids = pickle.loads(pickle.dumps((store[3], store.question_ids)))
+        assert (type(trace), type(ids)) == (type(store[3].copy()), list) and ids == store.question_ids
+        assert trace.keys() == store[3].keys()
+        np.testing.assert_equal([trace[name] for name in trace], [store[3][name] for name in trace])
+    assert trace.hidden_states.shape == (3, 4, 8)
+
+
 def test_missing_fields_raise(tmp_path):
     store = tracestore.open(write_store(tmp_path / "s.zarr", make_traces(1), attention="none"))
     with pytest.raises(MissingFieldError, match="attention"):

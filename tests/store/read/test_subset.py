@@ -138,6 +138,21 @@ def test_every_sample_of_a_question_is_selected(sampled):
     assert sampled["q1"].sample == 0
 
 
+def test_a_collection_contains_the_ids_of_its_first_samples(sampled, tmp_path):
+    second = write_store(tmp_path / "second.zarr", [make_trace(k) | {"sample": k} for k in range(2)])
+    (tmp_path / "other").mkdir()
+    joined = tracestore.open([second, write_store(tmp_path / "other" / "s.zarr", make_traces(1))])
+    for collection, question_id, expected in (
+        (sampled, "q1", True), (sampled[2:3], "q1", True), (sampled[3:4], "q1", False), (sampled[2:3], "q2", False),
+        (tracestore.open(second), "q1", False), (tracestore.open(second)[:], "q1", False), (sampled, 1, False),
+        (joined, "q1", False), (joined[:], "q1", False), (joined[2:], "q0", True),
+    ):  # fmt: skip
+        assert (question_id in collection) is expected
+        if not expected and isinstance(question_id, str):
+            with pytest.raises(KeyError):
+                collection[question_id]
+
+
 def test_filter_by_columns(store):
     assert store.filter(score=0.3).indices.tolist() == [3]
     assert store.filter(score=None).indices.tolist() == [10, 11]

@@ -38,6 +38,15 @@ def test_a_copy_lacks_the_fields_that_the_trace_lacks(tmp_path):
         _ = copied.attention
 
 
+@pytest.mark.parametrize("dtype", ["f4", "bfloat16"])
+def test_a_copy_of_last_tokens_has_no_other_array(tmp_path, dtype):
+    torch = pytest.importorskip("torch")
+    last = torch.ones(3, 8, dtype=torch.bfloat16) if dtype == "bfloat16" else np.ones((3, 8), dtype)
+    path = write_store(tmp_path / "s.zarr", [{"question_id": "a", "last_token": last}], dtype="keep")
+    copied = tracestore.open(path)[0].copy()
+    assert copied.hidden_states is None and copied.attention_packed is None and copied.last_token.shape == (3, 8)
+
+
 @pytest.fixture(params=["trace", "copy"])
 def full(request, tmp_path):
     """A trace with every optional field, or its copy."""

@@ -496,6 +496,51 @@ POSITIONS = [
 ]
 
 
+KINDS = ("float8", "sparse", "meta", "quantized", "masked")
+
+
+def unreadable(kind, array):
+    """Return a tensor that NumPy cannot represent, or an array whose mask hides the first value."""
+    if kind == "masked":
+        return np.ma.masked_array(array, np.arange(array.size).reshape(array.shape) == 0)
+    torch = pytest.importorskip("torch")
+    tensor = torch.from_numpy(np.array(array, "f4"))
+    return {
+        "float8": lambda: tensor.to(torch.float8_e4m3fn),
+        "sparse": tensor.to_sparse,
+        "meta": lambda: tensor.to("meta"),
+        "quantized": lambda: torch.quantize_per_tensor(tensor, 0.1, 0, torch.quint8),
+    }[kind]()
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["hidden_states", "layers", "rows", "rows of heads", "last_token", "tokens", "attention_mask", "token_entropy",
+                                  "label", "score", "prompt_length", "an extra"])  # fmt: skip
+def test_arrays_that_numpy_cannot_represent_are_refused(tmp_path, kind, name):
+    """Also where a list holds them."""
+    trace, field = make_trace(0, tokens=3), name
+    del trace["attentions"]
+    if name in ("layers", "rows"):
+        hidden, field = trace["hidden_states"], "hidden_states"
+        value = [unreadable(kind, a) if name == "layers" else [unreadable(kind, r) for r in a] for a in hidden]
+    elif name == "rows of heads":
+        field, value = "attentions", [[[unreadable(kind, np.ones(3)) for _ in range(3)]]] * 3
+    else:
+        shapes = {"hidden_states": (3, 3, 8), "last_token": (3, 8)} | dict.fromkeys(
+            ("label", "score", "prompt_length"), ()
+        )
+        value = unreadable(kind, np.ones(shapes.get(name, 3), "f2"))
+    with pytest.raises(InvalidInputError, match=f"{field}.*: found ") as raised:
+        appended(tmp_path / "s.zarr", trace | {field: value})
+    assert raised.value.field.startswith(field)
+
+
+def test_a_mask_that_hides_nothing_is_no_mask(tmp_path):
+    trace, _ = appended(tmp_path / "s.zarr", {"question_id": "a", "hidden_states": np.ma.masked_array(states())})
+    np.testing.assert_array_equal(trace.hidden_states, states())
+
+
 @pytest.mark.parametrize(("mask", "name", "value", "expected"), POSITIONS, ids=str)
 def test_positions_in_front_of_the_first_token_are_refused(tmp_path, mask, name, value, expected):
     """[tokens as columns of padded ids]"""

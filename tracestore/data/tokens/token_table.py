@@ -92,7 +92,8 @@ class TokenTable:
         self._begin, self._stride = begins[runs.entry], num_tokens[runs.entry].astype(np.int32)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenTable, self._arguments
+        store, batch_format, indices = self._arguments  # a copy may open the store with further traces
+        return TokenTable, (store, batch_format, store.indices if indices is None else indices)
 
     def __len__(self) -> int:
         return self._num_tokens

@@ -370,6 +370,9 @@ class QuestionIds(Sequence[str]):
     def __init__(self, index: StoreIndex) -> None:
         self._index = index
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)  # they are pickled as a list
+
     def __len__(self) -> int:
         return len(self._index)
 
@@ -380,8 +383,7 @@ class QuestionIds(Sequence[str]):
     def __getitem__(self, item: int | slice) -> str | list[str]:
         if isinstance(item, slice):
             return [self._index.question_id(k) for k in range(*item.indices(len(self)))]
-        k = range(len(self))[item]
-        return self._index.question_id(k)
+        return self._index.question_id(range(len(self))[item])
 
     def take(self, indices: np.ndarray) -> list[str]:
         """Return the ids of some traces."""

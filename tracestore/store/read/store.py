@@ -234,9 +234,6 @@ class TraceStore(TraceCollection):
             raise UnknownTraceError(question_id, *([sample] if sample else []))
         return index
 
-    def __contains__(self, question_id: object) -> bool:
-        return isinstance(question_id, str) and self.internals.index.find(question_id, 0) >= 0
-
     def _subset(self, positions: np.ndarray) -> TraceSubset:
         return TraceSubset(self, positions)
 

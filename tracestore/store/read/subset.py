@@ -51,6 +51,13 @@ class TraceCollection(ABC):
     def index_of(self, question_id: str, sample: int = 0) -> int:
         """Return the position of a question's trace. KeyError with the id if it is absent."""
 
+    def __contains__(self, question_id: object) -> bool:
+        """Return whether ``collection[question_id]`` is a trace."""
+        try:
+            return isinstance(question_id, str) and self.index_of(question_id) >= 0
+        except UnknownTraceError:
+            return False
+
     @abstractmethod
     def _subset(self, positions: np.ndarray) -> "TraceSubset": ...
 
@@ -487,9 +494,6 @@ class TraceSubset(TraceCollection):
         if len(positions) == 0:
             raise UnknownTraceError(question_id, *([sample] if sample else []))
         return int(positions[0])
-
-    def __contains__(self, question_id: object) -> bool:
-        return isinstance(question_id, str) and question_id in self.question_ids
 
     def _store_index(self, position: int) -> int:
         return int(self._indices[super()._store_index(position)])

@@ -1,6 +1,7 @@
 """One trace of an open store."""
 
 import math
+from copy import copy
 from dataclasses import dataclass, fields
 from operator import methodcaller
 from typing import Any
@@ -155,6 +156,9 @@ class Trace(OptionalFields):
         CorruptStoreError if a file was truncated meanwhile.
         """
         return DetachedTrace.from_trace(self._in_own_memory())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy, (self.copy(),)  # it is pickled as its copy
 
     def _in_own_memory(self) -> "Trace":
         return self if self._private else Trace(self._store, self.index, private=True)

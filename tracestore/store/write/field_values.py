@@ -30,19 +30,27 @@ def field_error(field_name: str, found: str, expected: str) -> InvalidInputError
 def as_array(value: Any) -> np.ndarray | None:
     """Return a NumPy array or torch tensor as a NumPy array, and None for other values.
 
-    bfloat16 tensors, and arrays of ml_dtypes.bfloat16, become arrays of dtype schema.BFLOAT16.
+    bfloat16 tensors, and arrays of ml_dtypes.bfloat16, become arrays of dtype schema.BFLOAT16. Tensors that NumPy cannot
+    represent, and masked arrays that hide values, are other values.
     """
+    if isinstance(value, np.ma.MaskedArray):
+        value = None if np.ma.is_masked(value) else value.data
     if isinstance(value, np.ndarray):
         is_brain = value.dtype.kind == "V" and value.dtype.name == "bfloat16"
         return value.view(schema.BFLOAT16) if is_brain else value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
+        if value.is_meta or value.is_nested or value.layout is not torch.strided:
+            return None
         value = value.detach().cpu().resolve_conj().resolve_neg()
         if value.dtype == torch.bfloat16:
             value = value.contiguous().view(torch.int16)
             bits: np.ndarray = value.numpy().view(schema.BFLOAT16)
             return bits
-        array: np.ndarray = value.numpy()
+        try:
+            array: np.ndarray = value.numpy()
+        except TypeError:  # float8 and quantized numbers
+            return None
         return array
     return None
 
@@ -98,7 +106,10 @@ def describe(value: Any) -> str:
     array = as_array(value)
     if array is not None:
         return f"{array.dtype.name if array.dtype != schema.BFLOAT16 else 'bfloat16'} of shape {array.shape}"
-    return type(value).__name__
+    name = type(value).__name__
+    if isinstance(value, np.ma.MaskedArray):
+        return f"{name} whose mask hides values"
+    return f"{name} of {value.dtype}, {value.layout} on {value.device}" if hasattr(value, "layout") else name
 
 
 def integer(value: Any, name: str) -> int:

@@ -66,10 +66,18 @@ def _are_layers(value: list[Any], ndim: int) -> bool:
 
 def _array_of_lists(value: Sequence[Any]) -> np.ndarray | None:
     """Return nested lists of numbers as a float32 array; None for other lists."""
+    if _holds_masked(value):
+        return None  # NumPy would return what a mask hides
     try:
         return np.asarray(value, "<f4")
     except (ValueError, TypeError, OverflowError):
         return None
+
+
+def _holds_masked(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return not isinstance(next(iter(value), 0), int | float) and any(map(_holds_masked, value))
+    return isinstance(value, np.ma.MaskedArray)
 
 
 def _is_list_of_passes(value: Any) -> bool:
@@ -204,11 +212,13 @@ def valid_span(mask: Any, length: Any, num_tokens: int) -> tuple[int, int]:
     begin, end = 0, num_tokens
     if mask is not None:
         array = as_array(mask)
-        array = np.asarray(mask) if array is None else array
+        if array is None:
+            array = np.asarray(mask if isinstance(mask, list | tuple) else describe(mask))
         if array.ndim == 2 and len(array) == 1:
             array = array[0]
         if array.ndim != 1 or array.dtype.kind not in "biuf" or not 0 < len(array) <= num_tokens:
-            raise field_error("attention_mask", describe(array), f"numbers of shape ({num_tokens},)")
+            found = describe(mask if array.dtype.kind == "U" else array)
+            raise field_error("attention_mask", found, f"numbers of shape ({num_tokens},)")
         kept = np.flatnonzero(array)
         if len(kept) == 0:
             raise field_error("attention_mask", "only padding", "at least one token")
