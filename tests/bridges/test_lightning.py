@@ -220,3 +220,12 @@ def test_batches_of_a_cost_have_a_trace_for_each_rank_or_are_refused(path):
     assert len(list(TraceDataModule(path, max_batch_cost=10**6, **options).train_dataloader())) == 1
     with pytest.raises(UsageError, match="has 1 trace for 2 ranks"):
         iter(TraceDataModule(path, max_batch_cost=1, **options).train_dataloader())
+
+
+@pytest.mark.parametrize("option", [{"shuffle": True}, {"indices": [0]}])
+def test_the_split_chooses_traces_and_order(path, option):
+    pytest.importorskip("lightning")
+    from tracestore.bridges.lightning import TraceDataModule
+
+    with pytest.raises(UsageError, match=f"found {next(iter(option))}, which the split"):
+        TraceDataModule(path, **option)

@@ -171,6 +171,10 @@ def test_messages_for_wrong_arguments(store_path):
         ({"view": "graph", "top_k": 2.0}, "top_k"),
         ({"memory_budget": 10}, "batches"),
         ({"dtype": "bfloat16"}, "dtype"),
+        ({"layers": True}, "found layers True"),
+        ({"positions": False}, "found positions False"),
+        ({"score_threshold": "x"}, "found score_threshold 'x', expected a number"),
+        ({"score_threshold": [0.5, 0.6]}, "found score_threshold"),
     ):
         with pytest.raises(UsageError, match=word):
             tracestore.TraceLoader(store_path, **kwargs)

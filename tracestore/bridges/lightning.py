@@ -123,6 +123,8 @@ class TraceDataModule(LightningDataModule):
         **options: Any,
     ) -> None:
         super().__init__()
+        if chosen := options.keys() & {"shuffle", "indices"}:
+            raise UsageError(f"found {' and '.join(sorted(chosen))}, which the split chooses for each loader")
         self.view, self.batch_size, self.seed, self.score_threshold = view, batch_size, seed, score_threshold
         self._path_or_store, self._options = store, options
         self.store: TraceStore | None = None

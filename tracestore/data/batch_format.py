@@ -35,6 +35,8 @@ class EdgeMasks(NamedTuple):
 def _integers(values: int | Sequence[int], name: str) -> int | tuple[int, ...]:
     """Return an integer or a tuple of different ones. UsageError for other values."""
     try:
+        if isinstance(values, bool):
+            raise TypeError
         if not isinstance(values, Iterable):
             return operator.index(values)
         found = tuple(map(operator.index, values))

@@ -1,5 +1,6 @@
 """Named scores, and the derivation of labels from them: 1 for a hallucinated answer, 0 for a correct one."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -134,13 +135,16 @@ def used_scores(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def threshold_or_default(threshold: float | None, scores: np.ndarray, labels: np.ndarray, where: str) -> float:
     """Return the score threshold: the given one, else DEFAULT_THRESHOLD, which is one for scores in [0, 1] only.
 
-    UsageError for NaN, and, beginning with `where`, if labels would be derived from scores outside [0, 1] without one.
+    UsageError for NaN and what is no number, and, beginning with `where`, if labels would be derived from scores outside [0, 1] without one.
     """
     if threshold is None and (found := _outside_unit_range(used_scores(scores, labels))):
         raise UsageError(f"{where}: {found}")
-    if threshold is not None and np.isnan(threshold):
-        raise UsageError("found score_threshold nan, expected a number")
-    return DEFAULT_THRESHOLD if threshold is None else threshold
+    try:
+        if threshold is None or not math.isnan(threshold):
+            return DEFAULT_THRESHOLD if threshold is None else threshold
+    except (TypeError, ValueError):
+        pass
+    raise UsageError(f"found score_threshold {threshold!r:.60}, expected a number")
 
 
 def is_in_unit_range(scores: np.ndarray) -> bool:
