@@ -50,8 +50,9 @@ def trace_costs(store: TraceStore, batch_format: BatchFormat, by: BatchBy, indic
     if by == "bytes":
         return batch_format.bytes_per_trace(store, indices)
     tokens, pairs = store.token_and_pair_counts(indices, batch_format.layer_numbers(store))
-    costs = {"tokens": tokens, "nodes": tokens * batch_format.num_layers(store), "edges": pairs}[by]
-    return np.maximum(costs, 1)  # last tokens alone, and graphs without edges, have none
+    found = {"tokens": tokens, "nodes": tokens * batch_format.num_layers(store), "edges": pairs}[by]
+    costs: np.ndarray = np.maximum(found, 1)  # last tokens alone, and graphs without edges, have none
+    return costs
 
 
 def mean_trace_bytes(store: TraceStore, batch_format: BatchFormat, indices: np.ndarray | None = None) -> int:
