@@ -151,7 +151,7 @@ def test_a_consumer_that_counts_batches_gets_the_next_epoch(store_path, num_thre
     # An epoch that was left early starts again.
     next(iter(counted))
     assert [b.question_id for b in counted] == order[1]
-    # Its state says so once the epoch is set again.
+    # Its state is that of the first batch once the epoch is set again.
     counted.set_epoch(1)
     assert [next(iter(counted)).question_id for _ in range(2)] == [order[1][0]] * 2
     counted.set_epoch(1)

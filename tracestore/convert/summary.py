@@ -207,7 +207,12 @@ class ConvertReport(AddedCounts):
         if others := {name: count for name, count in self.extras.items() if name not in VERDICTS}:
             yield f"stored as extras, because no field holds them: {_counts(others)}"
         if replaced := {name: count for name, count in self.extras.items() if name in VERDICTS}:
-            yield f"stored as extras, because a scores file was given: {_counts(replaced)}"
+            why = (
+                "because a scores file was given"
+                if self.scores_file
+                else "not as scores, because no line names them (--score-column takes one)"
+            )
+            yield f"stored as extras, {why}: {_counts(replaced)}"
         if self.num_traces_refused:
             yield f"{plural(self.num_traces_refused, 'trace')} refused, listed in {self.refused_file}"
         for dtype, count in self.num_sources_rounded.items():

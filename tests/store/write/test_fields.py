@@ -250,6 +250,21 @@ def test_convert_counts_extras_by_name(tmp_path):
     assert "stored as extras, because no field holds them: level (3), note (2)" in done.stdout
 
 
+@pytest.mark.parametrize("has_scores", [True, False])
+def test_scores_that_no_line_names_are_extras_for_a_reason(tmp_path, has_scores):
+    (tmp_path / "in").mkdir()
+    write_pickle(tmp_path / "in/a.pkl", [trace | {"f1": 0.5} for trace in make_traces(3)])
+    if has_scores:
+        (tmp_path / "in/scores.csv").write_text("question_id,score\nq0,1\nq1,0\nq2,1\n")
+    out = command("convert", tmp_path / "in", tmp_path / "s.zarr", check=0).stdout
+    why = (
+        "because a scores file was given"
+        if has_scores
+        else "not as scores, because no line names them (--score-column takes one)"
+    )
+    assert f"stored as extras, {why}: f1 (3)" in out
+
+
 def test_a_group_is_a_text_or_an_integer(tmp_path):
     with tracestore.create(tmp_path / "s.zarr") as writer:
         writer.append({"hidden_states": states(), "question_id": "a"}, group=0)

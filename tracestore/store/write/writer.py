@@ -160,7 +160,7 @@ class StoreWriter(Changes):
 
     @property
     def replaces_at_commit(self) -> bool:
-        """Whether the next commit replaces a store that readers see: with `overwrite` the first one to an object store."""
+        """Return whether the next commit replaces a store that readers see: with `overwrite` the first one to an object store."""
         return 0 < self.target.replaced_generation == self.manifest.generation
 
     @property
