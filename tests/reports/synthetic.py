@@ -98,7 +98,7 @@ def make_benchmark():
         for name in list(DETECTORS)[2:]
         for a, b in itertools.permutations(stores, 2)
     ]
-    return {"stores": stores, "transfer": transfer}
+    return {"config": {"score": None, "score_threshold": None}, "stores": stores, "transfer": transfer}
 
 
 def _benchmark_store(rng):
