@@ -21,8 +21,8 @@ from tracestore.ingest.score_files import FoundFiles, direction_of, find_score_f
 from tracestore.ingest.source_reading import read_traces
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import HALLUCINATION
+from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
 from tracestore.store.io.local_folders import local_dir
-from tracestore.store.write.plan_files import open_plan_files
 
 WITHOUT_ATTENTION = "no attention in the source: stored without edges; detectors that need graphs cannot train on it"
 LEFT_OUT = "the store has no attention: that of the source was left out"
@@ -157,7 +157,13 @@ def _with_padding(layout: Layout, options: ConvertOptions) -> Layout:
 
 def _kept_layouts(store: str) -> list[Layout]:
     """Return the layouts that a store keeps, also a damaged one, the newest first."""
-    files = open_plan_files(store).files  # of a store that need not exist
+    location = parse_location(store)
+    if isinstance(location, Path):
+        files: ReadableFiles = LocalFiles(location)
+    else:
+        from tracestore.store.write.plan_files import open_plan_files  # its imports take as long as a small file
+
+        files = open_plan_files(location).files  # of a store that need not exist
     for number in files.generations():
         with suppress(FileNotFoundError, CorruptStoreError):
             texts = files.load_manifest(number).attributes.layouts

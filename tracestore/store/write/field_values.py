@@ -27,14 +27,20 @@ def field_error(field_name: str, found: str, expected: str) -> InvalidInputError
     return InvalidInputError(f"found {found}, expected {expected}", field=field_name)
 
 
+def is_masked(value: Any) -> bool:
+    """Return whether a value is a masked array. Importing numpy.ma takes as long as a small file; without it there is none."""
+    ma = sys.modules.get("numpy.ma")
+    return ma is not None and type(value) is not np.ndarray and isinstance(value, ma.MaskedArray)
+
+
 def as_array(value: Any) -> np.ndarray | None:
     """Return a NumPy array or torch tensor as a NumPy array, and None for other values.
 
     bfloat16 tensors, and arrays of ml_dtypes.bfloat16, become arrays of dtype schema.BFLOAT16. Tensors that NumPy cannot
     represent, and masked arrays that hide values, are other values.
     """
-    if isinstance(value, np.ma.MaskedArray):
-        value = None if np.ma.is_masked(value) else value.data
+    if is_masked(value):
+        value = None if value.mask.any() else value.data
     if isinstance(value, np.ndarray):
         is_brain = value.dtype.kind == "V" and value.dtype.name == "bfloat16"
         return value.view(schema.BFLOAT16) if is_brain else value
@@ -107,7 +113,7 @@ def describe(value: Any) -> str:
     if array is not None:
         return f"{array.dtype.name if array.dtype != schema.BFLOAT16 else 'bfloat16'} of shape {array.shape}"
     name = type(value).__name__
-    if isinstance(value, np.ma.MaskedArray):
+    if is_masked(value):
         return f"{name} whose mask hides values"
     return f"{name} of {value.dtype}, {value.layout} on {value.device}" if hasattr(value, "layout") else name
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.store.format import schema
-from tracestore.store.write.field_values import as_array, describe, field_error
+from tracestore.store.write.field_values import as_array, describe, field_error, is_masked
 
 _IDS = np.dtype("<i4")
 _DTYPES = (np.dtype("f2"), np.dtype("f4"))
@@ -77,7 +77,7 @@ def _array_of_lists(value: Sequence[Any]) -> np.ndarray | None:
 def _holds_masked(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return not isinstance(next(iter(value), 0), int | float) and any(map(_holds_masked, value))
-    return isinstance(value, np.ma.MaskedArray)
+    return is_masked(value)
 
 
 def _is_list_of_passes(value: Any) -> bool:
