@@ -42,3 +42,10 @@ def test_training_without_the_probe_imports_neither_pyg_nor_scikit_learn(store, 
     done = run_cli("-c", code, check=0)
     assert done.stdout.splitlines()[-1] == "[]"
     assert (tmp_path / "r/report.html").exists()
+
+
+def test_a_conversion_imports_nothing_that_takes_as_long_as_a_small_file(store, tmp_path):
+    words = ["convert", str(store.parent / "traces"), str(tmp_path / "s.zarr")]
+    heavy = {"concurrent.futures", "numpy.ma", "torch", "tracestore.tasks", "tracestore.store.remote"}
+    code = f"import sys; from tracestore.cli import main; code = main({words}); print(code, {heavy} & {{*sys.modules}})"
+    assert run_cli("-c", code, check=0).stdout.splitlines()[-1] == "0 set()"
