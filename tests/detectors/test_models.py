@@ -353,4 +353,4 @@ def test_readers_draw_masks_of_their_own():
 @pytest.mark.parametrize("name", MODELS)
 def test_each_model_names_the_module_that_is_recomputed(name):
     model = make_model(name, ModelConfig(4, 8))
-    assert model.recomputed in set(model.children())
+    assert model.recomputed in dict(model.named_children())

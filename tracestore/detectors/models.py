@@ -3,8 +3,8 @@
 `ModelConfig` has the options of the architecture; the registry sets those of the edge-free twins and of
 version 0. Sizes: B traces, L layers, D hidden size of the language model, N nodes of all graphs.
 
-A model has `layers_read`, a Standardizer, which is fitted before training, `recomputed`, a child that is called with
-positional arguments and whose activations are recomputed in backward to save memory, and `forward(inputs, masks)`, which
+A model has `layers_read`, a Standardizer, which is fitted before training, `recomputed`, the name of a child that is called
+with positional arguments and whose activations are recomputed in backward to save memory, and `forward(inputs, masks)`, which
 returns a DetectorOutput with the logits (B, R) of R readers. Inputs are sequences (B, layers read, D) of any float dtype,
 or GraphInputs. It drops by TraceDropout, so that a mask depends on the trace alone. DetectorModel names its class.
 """
@@ -90,17 +90,14 @@ class Standardizer(nn.Module):
 class LstmSolo(nn.Module):
     """An LSTM over the last token of every layer."""
 
+    recomputed = "readers"
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.layers_read = config.layers_read
         # The name is a part of the keys of checkpoints.
         self.standardiser = Standardizer(config)
         self.readers = Readers(config.hidden_dim, config)
-
-    @property
-    def recomputed(self) -> nn.Module:
-        """The module whose activations are recomputed."""
-        return self.readers
 
     def forward(self, sequences: torch.Tensor, masks: TraceMasks | None = None) -> DetectorOutput:
         """Return logits for sequences of any float dtype.
@@ -192,16 +189,13 @@ class GraphEncoder(nn.Module):
 class GnnDetLstm(nn.Module):
     """The graph encoder, followed by the LSTM over the layers."""
 
+    recomputed = "encoder"
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.layers_read = config.layers_read
         self.encoder = GraphEncoder(config)
         self.readers = Readers(self.encoder.width, config)
-
-    @property
-    def recomputed(self) -> nn.Module:
-        """The module whose activations are recomputed."""
-        return self.encoder
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> DetectorOutput:
         """Return logits (B,). Default masks: drawn by torch."""
@@ -221,6 +215,8 @@ class GvaeLstm(nn.Module):
     of a Gaussian from the standard normal).
     """
 
+    recomputed = "encoder"
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, latent = config.gnn_hidden, config.latent_dim
@@ -230,11 +226,6 @@ class GvaeLstm(nn.Module):
         self.logvar = nn.Linear(hidden, latent)
         self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
         self.readers = Readers(latent + self.encoder.width - hidden, config)
-
-    @property
-    def recomputed(self) -> nn.Module:
-        """The module whose activations are recomputed."""
-        return self.encoder
 
     def forward(
         self, inputs: GraphInputs, masks: TraceMasks | None = None, eps: torch.Tensor | None = None

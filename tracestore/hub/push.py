@@ -138,12 +138,11 @@ class _Upload:
         internals, manifest = self._store.internals, self._store.internals.manifest
         segments = [internals.segment(k) for k in range(manifest.num_segments)]
         data = [path for segment in segments for path in (*segment.entries, segment.rows_path)]
-        newest = f"{manifest.generation:010d}\n".encode()
         last: dict[str, str | bytes] = {
             "zarr.json": root_metadata(manifest.attributes),
             paths.manifest(manifest.generation): manifest.to_bytes(),
             paths.manifest_copy(manifest.generation): manifest.to_bytes(),
-            "manifest/newest": newest,  # for readers over HTTP, which cannot list a folder
+            paths.NEWEST: paths.newest(manifest.generation),
             **{file.path: str(self._folder / file.path) for file in manifest.small_files()},
         }
         self._total = len(data) + len(last)

@@ -189,7 +189,7 @@ class Results:
         if (name := next((n for n in names if direction_of(n.lower()) == CORRECT), None)) is not None:
             raise ValueError(f"{name}: means that a high value is correct, expected a probability of a hallucination")
         lowest = 1.0 if _PREDICTED in columns else math.inf
-        found: dict[str, dict[int, list[tuple[float, float]]]] = {name: {} for name in names}
+        sums = {name: np.zeros((3, len(store))) for name in names}  # of probabilities, margins and tests
         for index, row in self._rows_of(rows, store):
             self._keep_label(index, row)
             for name in names:
@@ -202,14 +202,12 @@ class Results:
                     seed = None if name == PROBE else row.get("seed")  # one probe of a fold for all seeds
                     margins = self._of_trainings.get(name)
                     margin = math.nan if margins is None else margins[row["fold"], seed, row["trace_index"]]
-                    found[name].setdefault(index, []).append((value, margin))
-        for name, of_traces in found.items():
-            means = np.full((2, len(store)), np.nan)
-            for index, values in of_traces.items():
-                means[:, index] = np.mean(values, axis=0)
-            self.probabilities[name] = means[0]
+                    sums[name][:, index] += value, margin, 1
+        for name, (values, above, counts) in sums.items():
+            counts = np.where(counts > 0, counts, np.nan)
+            self.probabilities[name] = values / counts
             if name in self._of_trainings:
-                self.margins[name] = means[1]
+                self.margins[name] = above / counts
             elif lowest < math.inf:
                 self.thresholds[name] = lowest
 

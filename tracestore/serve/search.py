@@ -163,7 +163,7 @@ class TraceSearch:
         missed: np.ndarray = known & ((self.targets < 0.5) & predicted | (self.targets >= 0.5) & ~predicted)
         return missed
 
-    @property
+    @cached_property
     def num_other_labels(self) -> int:
         """Number of traces that have another label in the results."""
         known = ((float(self.targets[index]), label) for index, label in self.results.labels.items())

@@ -96,7 +96,7 @@ class ModelRunner:
 
 def _checkpoint_activations(model: DetectorModel) -> None:
     """Recompute activations of the model's choice in backward. Dropout draws the same masks again."""
-    module = model.recomputed
+    module = model.get_submodule(model.recomputed)
     forward = module.forward
 
     def recomputed(*inputs: Any) -> Any:

@@ -14,6 +14,7 @@ DAMAGED_PREFIX = "damaged-"  # prefix of a manifest that `verify --repair` has s
 
 # Top-level folders of a store.
 TOP_FOLDERS = ("manifest", "segments", "index", "columns")
+NEWEST = "manifest/newest"  # names the newest generation for readers that cannot list a folder
 RECEIPTS = "receipts"  # plans of conversions, and what their tasks have written
 
 _ARRAYS = "|".join(schema.LARGE_ARRAYS)
@@ -75,6 +76,11 @@ def segment_rows(segment: str) -> str:
 def manifest(generation: int) -> str:
     """Return the path of a generation's manifest."""
     return f"manifest/{generation:010d}"
+
+
+def newest(generation: int) -> bytes:
+    """Return the content of NEWEST."""
+    return b"%010d\n" % generation
 
 
 def small_file(folder: str, generation: int, crc: int) -> str:

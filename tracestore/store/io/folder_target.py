@@ -250,8 +250,8 @@ class FolderTarget(HasWritingFolder):
             return
         # The copy allows `verify --repair` to restore a damaged manifest.
         self._replace_file(paths.manifest_copy(manifest.generation), manifest.to_bytes())
-        if self._read("manifest/newest") is not None:  # of an object store that was copied into this folder
-            self._replace_file("manifest/newest", b"%010d\n" % manifest.generation)
+        if self._read(paths.NEWEST) is not None:  # of an object store that was copied into this folder
+            self._replace_file(paths.NEWEST, paths.newest(manifest.generation))
         self._remove_old(manifest)
 
     def _remove_old(self, manifest: Manifest) -> None:

@@ -87,7 +87,7 @@ def _units(store: Path) -> Iterable[str]:
 
 def _named(files: ReadableFiles) -> set[str]:
     """Return the paths of all files of all generations, and the folders of their segments."""
-    named = {"manifest/newest"}
+    named = {paths.NEWEST}
     for number in files.generations():
         try:
             generation = open_generation(files, number)

@@ -188,7 +188,7 @@ class StoreVerifier(ABC):
         found = self.list_all()  # Before the generations: the files of each commit in between are then named.
         if not found:
             return []
-        named, later = known | {"zarr.json", "lock", "manifest/newest"}, set()
+        named, later = known | {"zarr.json", "lock", paths.NEWEST}, set()
         for number in self.files.generations():
             named |= {paths.manifest(number), paths.manifest_copy(number)}
             with contextlib.suppress(CorruptStoreError, OSError):

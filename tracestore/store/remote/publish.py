@@ -24,11 +24,6 @@ _UPLOADS = 16
 _OWN_NAMES = {*paths.TOP_FOLDERS, paths.RECEIPTS, "zarr.json", "lock"}
 
 
-def _newest(number: int) -> bytes:
-    """Return the bytes of manifest/newest."""
-    return b"%010d\n" % number
-
-
 class RemoteTarget(HasWritingFolder):
     """A store on an object store, as a writer adds to it; see CommitTarget.
 
@@ -81,7 +76,7 @@ class RemoteTarget(HasWritingFolder):
         tags = {listed.path.removeprefix("manifest/"): listed.tag for listed in found}
         numbers = sorted(map(int, filter(paths.is_generation, tags)), reverse=True)
         # Most servers give an object the MD5 of its bytes as tag; others are asked.
-        expected = hashlib.md5(_newest(numbers[0]), usedforsecurity=False).hexdigest() if numbers else ""
+        expected = hashlib.md5(paths.newest(numbers[0]), usedforsecurity=False).hexdigest() if numbers else ""
         if tags.get("newest") == f'"{expected}"':
             self._roots.setdefault(numbers[0])
         return numbers
@@ -229,13 +224,13 @@ class RemoteTarget(HasWritingFolder):
         if self._roots.get(previous) != root:
             objects.put("zarr.json", root)
         objects.put(paths.manifest_copy(number), manifest.to_bytes())
-        objects.put("manifest/newest", _newest(number))
+        objects.put(paths.NEWEST, paths.newest(number))
         self._roots[number] = root
 
     def _names_newest(self) -> bool:
         """Return whether manifest/newest is that of the newest generation, or of one that came after the listing."""
         with contextlib.suppress(FileNotFoundError, ValueError):
-            return int(self._object_store.read("manifest/newest")) >= self._newest
+            return int(self._object_store.read(paths.NEWEST)) >= self._newest
         return False
 
     def _manifest(self, number: int) -> mf.Manifest:

@@ -227,6 +227,6 @@ def list_generations(object_store: ObjectStore) -> list[int]:
     names = [n for n in object_store.list_dir("manifest") if paths.is_generation(n)]
     if not names and not object_store.can_list:
         with contextlib.suppress(FileNotFoundError):
-            newest = object_store.read("manifest/newest", 64).decode("ascii", "replace").strip()
+            newest = object_store.read(paths.NEWEST, 64).decode("ascii", "replace").strip()
             names = [newest] if paths.is_generation(newest) else []
     return sorted(map(int, names), reverse=True)
