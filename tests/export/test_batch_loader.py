@@ -106,7 +106,8 @@ VERDICTS = {
     "label and group": ({"label": 1, "group": "g"}, {"label": 1, "group": "g"}),
     "scores": ({"score": 0.25, "is_correct": False, "bleurt_score": 0.5},) * 2,
     "other direction": ({"hallucination_score": 0.25, "is_hallucinated": 1},) * 2,
-    "score that is an extra in files": ({"score": -1.0, "scores": {"em": 0.5}}, {"score": -1.0, "score_em": 0.5}),
+    "named score": ({"score": -1.0, "scores": {"em": 0.5}}, {"score": -1.0, "em": 0.5}),
+    "score that is none in files": ({"scores": {"judge": 0.5}}, {"score_judge": 0.5}),
 }
 
 
@@ -117,16 +118,21 @@ def test_labels_scores_groups_and_layers_are_kept(tmp_path, name, is_folder):
     traces = [trace | {"layer_ids": [2, 4, 6]} for trace in make_traces(3)]
     traces[1] |= given
     (tmp_path / "all").mkdir()
-    if is_folder and given == expected:
+    is_known = "judge" not in given.get("scores", {})
+    if is_folder and is_known:
         write_pickle(tmp_path / "s" / "a.pkl", traces)
     else:
-        write_store(tmp_path / "s", traces)
+        with tracestore.create(tmp_path / "s") as writer:
+            if not is_known:
+                writer.define_score("judge", direction="hallucination")
+            for trace in traces:
+                writer.append(trace)
     assert tracestore.merge_batches(tmp_path / "all" / "all.pkl", tmp_path / "s") == 3
     found = pickle.loads((tmp_path / "all" / "all.pkl").read_bytes())
     assert [set(trace) - set(traces[0]) for trace in found] == [set(), set(expected), set()]
     assert {key: found[1][key] for key in expected} == expected
-    if given != expected:  # a refusal, and no store without the score
-        with pytest.raises(InvalidInputError, match="score_em"):
+    if not is_known:  # a refusal, and no store without the score
+        with pytest.raises(InvalidInputError, match="score_judge"):
             tracestore.convert_files(tmp_path / "all", tmp_path / "back.zarr")
         return
     tracestore.convert_files(tmp_path / "all", tmp_path / "back.zarr")

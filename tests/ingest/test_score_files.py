@@ -174,7 +174,10 @@ def test_the_score_command_reads_the_same_formats(tmp_path):
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ("question_id,score,is_hallucinated\nq0,0.9,1\n", "choose --score-column score or --score-column is_halluc"),
+        (
+            "question_id,score,is_hallucinated\nq0,0.9,1\n",
+            "choose --score-column is_hallucinated or --score-column score",
+        ),
         ("question_id,score,Hallucinated\nq0,0.9,1\n", "choose --score-column score or --score-column Hallucinated"),
         ("question_id,score,llm_correct\nq0,0.9,1\n", "choose --score-column score or --score-column llm_correct"),
         ("question_id,score,correct_prediction\nq0,0.9,1\n", "or --score-column correct_prediction"),

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +72,8 @@ class DescribedRun:
         for folder in {place for source in self.sources for path in source.files for place in path.parents[:2]}:
             find_export(folder)  # refuses an unfinished or damaged export
         self._directions = {n: d for part in parts for n, d in part.directions.items()}
+        self._fields = {score_of(n): n for n in reversed(self._directions)}
+        self._places = {n: k for k, n in enumerate(self._directions)}
         # A layout that is stated, proved or kept, and not built in, is kept in the store.
         own = [part for part in parts if part.kept_text is not None]
         self._has_own = bool(own)
@@ -164,7 +166,7 @@ class DescribedRun:
             Rule 10b: the states are those of another id, and one name is marked as a copy of the other.
         """
         self._add_states(packed)
-        self._define_scores(packed.record.scores, writer)
+        self._define_scores(dict.fromkeys(packed.record.scores, 0), writer)
 
     def fits(self, block: TraceBlock) -> bool:
         """Return whether add() refuses no trace of a block."""
@@ -184,13 +186,12 @@ class DescribedRun:
         first, equal = self._equal(block)
         self._ids_of_states |= first
         self.num_equal += len(equal)
-        self._define_scores(block.score_names(), writer)
+        self._define_scores(block.first_scores(), writer)
 
-    def _define_scores(self, names: Iterable[str], writer: StoreWriter) -> None:
-        for name in names:
-            field = next((n for n in self._directions if score_of(n) == name), None)
-            if field is not None:
-                self._define(writer, field)
+    def _define_scores(self, first: Mapping[str, int], writer: StoreWriter) -> None:
+        """Define scores by the first trace that has them; of those of one trace, the first line gives the default score."""
+        for name in sorted(first.keys() & self._fields.keys(), key=lambda n: (first[n], self._places[self._fields[n]])):
+            self._define(writer, self._fields[name])
 
     def added_block(self, block: TraceBlock) -> None:
         """Do added() for each trace of a block, all of which are new."""

@@ -210,7 +210,7 @@ class ConvertReport(AddedCounts):
             why = (
                 "because a scores file was given"
                 if self.scores_file
-                else "not as scores, because no line names them (--score-column takes one)"
+                else "not as scores, because no line names them, or they are none (--score-column takes one)"
             )
             yield f"stored as extras, {why}: {_counts(replaced)}"
         if self.num_traces_refused:

@@ -16,15 +16,13 @@ from tracestore.store.format.labels import CORRECT, DEFAULT_SCORE_NAME, SCORE_CO
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 from tracestore.store.trace_fields import PackedEdges
-from tracestore.store.vocabulary import JUDGMENTS, SCORES, is_verdict
+from tracestore.store.vocabulary import SCORES, is_verdict
 from tracestore.store.write.record import TraceRecord
 
 ExportFormat = Literal["pkl", "pt-lstm", "pt-gnn", "safetensors", "datasets"]
 FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
 # Fields of a PyG Data that are not extras.
 _GRAPH_ARRAYS = ("x", "edge_index", "edge_attr")
-# Keys of scores that the built-in layout of pickles reads.
-_SCORE_KEYS = (*SCORE_COLUMNS.values(), *JUDGMENTS, "bleurt", "bleurt_score")
 
 
 class PickleListWriter:
@@ -115,14 +113,14 @@ def _with_verdict(
     for name, score in trace.scores.items():
         direction = directions.get(name, CORRECT)
         key = SCORE_COLUMNS[direction] if name == DEFAULT_SCORE_NAME else name
-        is_read = key in _SCORE_KEYS and SCORES[key] == direction and (key == name or key not in trace.scores)
+        is_read = SCORES.get(key) == direction and (key == name or key not in trace.scores)
         more[key if is_read else f"score_{name}"] = score
     if trace.label is not None and trace.label == trace.label:
         more["label"] = trace.label
     more |= {"group": trace.group} if trace.group else {}
     more |= {} if layer_ids is None else {"layer_ids": list(layer_ids)}
-    replaced = ("label", *_SCORE_KEYS)
-    return {name: value for name, value in found.items() if name not in replaced or not is_verdict(value)} | more
+    others = (name for name, value in found.items() if not (name in {"label", *SCORES} and is_verdict(value)))
+    return {name: found[name] for name in others if not (name == "scores" and isinstance(found[name], dict))} | more
 
 
 def _fields(trace: Any, hidden: Any, attention: Any, more: dict[str, Any]) -> dict[str, Any]:

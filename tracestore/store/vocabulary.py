@@ -6,7 +6,7 @@ One module of over 400 lines: the tables of names, which have to agree, are read
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -92,7 +92,13 @@ _CORRECT = (
     *("is_supported", "correct_prediction"),
 )
 JUDGMENTS = ("is_correct", "is_hallucinated")
-SCORES = PRIMARY_SCORES | dict.fromkeys(_HALLUCINATION, HALLUCINATION) | dict.fromkeys(_CORRECT, CORRECT)
+SCORES = (
+    dict.fromkeys(JUDGMENTS, "")
+    | PRIMARY_SCORES
+    | dict.fromkeys(_HALLUCINATION, HALLUCINATION)
+    | dict.fromkeys(_CORRECT, CORRECT)
+)
+_PRECEDENCE = {name: k for k, name in enumerate(SCORES)}
 # Words of names for a hallucination, and those that may be next to one: others, as in no_halluc, may say the opposite.
 _OF_HALLUCINATION = re.compile(r"hall?uc(in?|inat(e[sd]?|ing|ions?|ory)?)?|hall?u|hal")
 _BESIDE_HALLUCINATION = frozenset(
@@ -231,6 +237,17 @@ def direction_of(name: str) -> str | None:
     return SCORES.get(name, HALLUCINATION if is_said else None)
 
 
+def by_precedence(names: Iterable[str]) -> list[str]:
+    """Return names of scores of a trace; the first one becomes the default score of a new store.
+
+    Examples
+    --------
+    >>> by_precedence(["em", "score", "is_correct"])
+    ['is_correct', 'score', 'em']
+    """
+    return sorted(names, key=lambda name: _PRECEDENCE.get(name, len(_PRECEDENCE)))
+
+
 def is_class_correct(name: str) -> bool | None:
     """Return whether the answers of a class of this name are correct; None if no word says it.
 
@@ -307,6 +324,13 @@ def is_verdict(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return bool(value) and all(type(item) in (int, bool) and item in (-1, 0, 1) for item in value)
     return isinstance(value, int | float)
+
+
+def is_other_value(name: str, value: Any) -> bool:
+    """Return whether a value under the name of a score is one of a data set, such as the text of a correct answer."""
+    field = FIELDS.get(name)
+    is_other = isinstance(value, str | list | tuple | Mapping) or getattr(value, "ndim", 0) > 0
+    return is_other and field is not None and field.may_be_other and not is_verdict(value)
 
 
 def _advice(key: str, value: Any) -> str:

@@ -86,6 +86,7 @@ SAME = {
     "scores": {"score": 0.25, "bleurt": -0.5, "hallucination_score": 0.75},
     "missing scores": {"score": None, "is_correct": float("nan"), "label": None},
     "group": {"group": "a"},
+    "group as an integer": {"group": 0},
     "optional": {"token_entropy": np.ones(5), "answer_span": (2, 5), "seed": 3},
     "optional without tokens": {"token_entropy": np.ones(5, "f4"), "special_mask": [0, 1, 0, 0, 1]},
     "spans": {"generated_answer": "Paris", "spans": [{"start": 0, "end": 5, "type": "x"}]},
@@ -146,6 +147,53 @@ def test_a_key_means_the_same_in_create_and_by_a_layout(tmp_path, case):
     trace, lines = STATED[case]
     own = ("records = t.pkl : []", "hidden_states = t.pkl : []/hidden_states -> L S D")
     assert_same(tmp_path, trace, (*own, *lines))
+
+
+OF_OTHER_KINDS = {
+    "cutoff_method": "text",
+    "edges": [(np.array([[0], [1]]), np.ones(1, "f2"))] * 3,
+    "labels": 1,
+    "spans": [],
+    "scores": {"em": 1.0},
+}
+LENGTHS = {"L": 3, "S": 5, "T": 5, "D": 8, "H": 2, "K": 2, "2": 2}
+# What dumps must state by lines, which is refused without them.
+ASKED = ("attention_mask", "edges", "lengths", "labels")
+
+
+def valid_value(field):
+    """Return a value of a field, as docs/fields.md describes it."""
+    shape = tuple(map(LENGTHS.get, field.shape.split()))
+    if field.kind == vocabulary.TEXT:
+        return [f"t{k}" for k in range(5)] if shape else "text"
+    if field.name in OF_OTHER_KINDS or field.kind == vocabulary.OBJECT:
+        return OF_OTHER_KINDS.get(field.name, 7)
+    if field.kind in (vocabulary.FLOATS, vocabulary.NUMBERS):
+        return np.full(shape, 0.25 if field.name in ("token_entropy", "temperature") else -0.25, "f4")
+    values = np.arange(np.prod(shape)).reshape(shape) % (2 if field.name != "layer_ids" else 9)
+    return values if shape else 2
+
+
+@pytest.mark.parametrize(
+    "field", [f for f in vocabulary.FIELDS.values() if f.kind not in (vocabulary.SCORE, vocabulary.LABEL)]
+)
+def test_each_field_means_the_same_in_create_and_convert(tmp_path, field):
+    trace = {"hidden_states": states(), "attentions": ATTENTION, "tokens": [5, 6, 7, 8, 9], "question_id": "q0"}
+    if field.name not in trace:
+        trace[field.name] = valid_value(field)
+    if field.name in ("edges", "last_token"):
+        trace = {"question_id": "q0", "hidden_states": states(), field.name: trace[field.name]}
+    if field.name == "last_token":
+        del trace["hidden_states"]
+    if field.name == "attention_mask":
+        trace["attention_mask"] = [1, 1, 1, 0, 0]
+    mine, _ = appended(tmp_path / "s.zarr", trace)
+    write_pickle(tmp_path / "t.pkl", [trace])
+    if field.name in ASKED:
+        assert field.name in error_of("convert", tmp_path / "t.pkl", tmp_path / "c.zarr", code=3)
+        return
+    convert(tmp_path / "t.pkl", tmp_path / "c.zarr")
+    assert values_of(mine) == values_of(tracestore.open(tmp_path / "c.zarr")[0])
 
 
 def test_labels_answers_and_scores_are_fields(tmp_path):
@@ -250,19 +298,82 @@ def test_convert_counts_extras_by_name(tmp_path):
     assert "stored as extras, because no field holds them: level (3), note (2)" in done.stdout
 
 
+OTHER_SCORES = {"f1": 0.5, "scores": {"em": 1.0}, "rouge": {"f": 1}, "correct": ["Paris"]}
+
+
 @pytest.mark.parametrize("has_scores", [True, False])
-def test_scores_that_no_line_names_are_extras_for_a_reason(tmp_path, has_scores):
-    (tmp_path / "in").mkdir()
-    write_pickle(tmp_path / "in/a.pkl", [trace | {"f1": 0.5} for trace in make_traces(3)])
+def test_scores_that_are_extras_have_a_reason(tmp_path, has_scores):
+    write_pickle(tmp_path / "in/a.pkl", [trace | OTHER_SCORES for trace in make_traces(3)])
     if has_scores:
         (tmp_path / "in/scores.csv").write_text("question_id,score\nq0,1\nq1,0\nq2,1\n")
-    out = command("convert", tmp_path / "in", tmp_path / "s.zarr", check=0).stdout
-    why = (
-        "because a scores file was given"
-        if has_scores
-        else "not as scores, because no line names them (--score-column takes one)"
-    )
-    assert f"stored as extras, {why}: f1 (3)" in out
+    out = convert(tmp_path / "in", tmp_path / "s.zarr").stdout
+    found = tracestore.open(tmp_path / "s.zarr")[0]
+    if has_scores:
+        assert "stored as extras, because a scores file was given: scores (3), f1 (3), rouge (3), correct (3)" in out
+        assert found.scores == {"score": 1.0} and found.extras == OTHER_SCORES
+    else:
+        assert "stored as extras, not as scores, because no line names them, or they are none" in out
+        assert found.scores == {"em": 1.0, "f1": 0.5} and found.extras.keys() == {"rouge", "correct"}
+
+
+def test_a_score_whose_direction_is_unknown_is_asked_for(tmp_path):
+    write_pickle(tmp_path / "t.pkl", [make_trace(k) | {"scores": {"judge": k / 4, "em": 1}} for k in range(4)])
+    text = error_of("convert", tmp_path / "t.pkl", tmp_path / "s.zarr", code=3)
+    assert "scores: a high judge may mean a correct or a hallucinated answer; --score-column judge" in text
+    convert(tmp_path / "t.pkl", tmp_path / "s.zarr", "--score-column", "judge", "--score-direction", "hallucination")
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert store.score_name == "judge" and store.targets().tolist() == [0, 0, 1, 1]
+
+
+# Values under names of scores: those of scores, and others that data sets have there.
+VALUES = (
+    0,
+    1,
+    0.25,
+    True,
+    -0.5,
+    "yes",
+    "incorrect",
+    float("nan"),
+    None,
+    "Paris",
+    ["Paris"],
+    {"f": 0.5},
+    [1],
+    np.ones(2),
+    "inf",
+)
+
+
+KINDS_OF_NAMES = ("label", "is_correct", "correct", "score", "hallucination_score", "rouge")
+
+
+@pytest.mark.parametrize("name", ["label", *vocabulary.SCORES])
+def test_names_of_scores_mean_the_same_in_create_and_convert(tmp_path, name):
+    """Alone, in a dict of scores, and next to other scores: the values, the default score and the extras, or a refusal"""
+    plain = {"hidden_states": list(states()), "attentions": list(ATTENTION), "question_id": "q0"}
+    position = [*vocabulary.FIELDS].index(name)
+    for k, value in enumerate(VALUES if name in KINDS_OF_NAMES else VALUES[position % 5 :: 5]):
+        others = {"f1": 0.75, "score": 0.5, "is_factual": True}
+        cases = [{name: value}, {"bleu": 0.5, name: value, "scores": others | {"em": 1}}]
+        if not isinstance(value, list | dict | np.ndarray) and name != "label":
+            cases.append({"scores": {name: value}})
+        for n, case in enumerate(cases):
+            path = tmp_path / f"{k}-{n}"
+            write_pickle(path / "t.pkl", [plain | case])
+            try:
+                mine, _ = appended(path / "s.zarr", plain | case)
+            except InvalidInputError:
+                with pytest.raises((InvalidInputError, UsageError)):
+                    tracestore.convert_files(path / "t.pkl", path / "c.zarr")
+                continue
+            tracestore.convert_files(path / "t.pkl", path / "c.zarr")
+            one, two = (tracestore.open(path / f"{file}.zarr") for file in "sc")
+            assert values_of(mine) == values_of(two[0]), case
+            assert one.score_name == two.score_name, case
+            assert {n: f.direction for n, f in one.score_fields.items()} == {
+                n: f.direction for n, f in two.score_fields.items()
+            }
 
 
 def test_a_group_is_a_text_or_an_integer(tmp_path):

@@ -10,11 +10,12 @@ from typing import Any
 
 from tracestore.errors import UsageError
 from tracestore.ingest.builtin.signature import Form, Signature, parse_form
+from tracestore.ingest.layout.fields import SCORE_LINES, score_of
 from tracestore.ingest.layout.language import Layout, below, parse_layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import Plan, plan_of
 from tracestore.store.format import schema
-from tracestore.store.vocabulary import FIELDS
+from tracestore.store.vocabulary import FIELDS, SCORES
 
 _NEEDED = ("files", "what", "defined", "signature")
 _KEYS = frozenset((*_NEEDED, "instead_of", "suffixes", "vary", "reader", "layout"))
@@ -64,21 +65,27 @@ class Builtin:
     def signatures(self) -> dict[str, Signature]:
         """The signature of each FILES; those of items know the keys of further fields, and of optional ones in records."""
         tables = _filled(self.source["signature"], self.values)
-        forms = dict.fromkeys(self.lines.values(), parse_form("number | text"))
+        forms = dict[str, tuple[Form, ...]]()
         if "records" in self.source.get("layout", {}):
-            forms |= _optional_forms()
+            # The reading refuses a label or score of a wrong kind by its name.
+            forms = _optional_forms() | dict.fromkeys(("label", *SCORES), parse_form("any"))
+            forms["scores/*"] = parse_form("number | text")
+        forms |= dict.fromkeys(self.lines.values(), parse_form("number | text"))
         found = {text: Signature.parse(table) for text, table in tables.items()}
         return {text: replace(signature, may={**signature.may, **forms}) for text, signature in found.items()}
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout, with the further fields if it has items of records."""
+        """The layout; items of records also have the further fields, labels and scores."""
         layout = parse_layout(_filled(self.source.get("layout", {}), self.values), self.name)
         layout = replace(layout, settings={**self.settings, **layout.settings})
-        if not self.lines or not layout.records:
+        if not layout.records:
             return layout
-        places = {name: [below(layout.records[0], key)] for name, key in self.lines.items()}
-        return replace(layout, addresses={**layout.addresses, **{n: tuple(found) for n, found in places.items()}})
+        keys = {*self.lines.values(), *map(score_of, self.lines)}
+        known = {"label": "label", "scores": "scores"} | {line: name for name, line in SCORE_LINES.items()}
+        lines = {**self.lines} | {line: name for line, name in known.items() if name not in keys}
+        addresses = {name: (below(layout.records[0], key),) for name, key in lines.items()}
+        return replace(layout, addresses={**layout.addresses, **addresses})
 
     @cached_property
     def plan(self) -> Plan:

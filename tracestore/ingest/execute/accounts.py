@@ -35,8 +35,8 @@ from tracestore.store.write.record import TraceRecord
 
 # Words of keys that may be labels, scores or reference answers, besides those of `is_named_as_verdict` (rules 8a, 22a).
 _LABEL_WORDS = frozenset(["y", "ok", "target", "targets", "truth", "bleurt", "rouge"])
-# `records` does not take them for an extra.
-OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
+# `records` does not take them for an extra; `create` has a meaning for the last ones.
+OWN_LINES = frozenset(["answer", "answers", "sample", "samples", "attention_mask", "lengths", "edges"])
 _OF_TOKENS = frozenset(["prompt_length", "tokens", "tokens_decoded"])
 _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
@@ -379,7 +379,7 @@ def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool, may_
     is_text = may_be_of_tokens and any(isinstance(text, str) for text in value)  # type: ignore[union-attr]
     if is_own or is_text or holds_array(value):
         what = "texts that may be the tokens that prompt_length counts" if is_text else f"numbers ({describe(value)})"
-        what = "what may be a label, a score or an answer" if is_own else what
+        what = "what may be a label, a score, an answer or padding" if is_own else what
         raise InvalidInputError(f'{path}: no line of the layout names {what}; add a line, or ignore = ["{path}"]')
 
 

@@ -242,7 +242,10 @@ class DirectReader:
         for key, place, _, _, node in keys:
             value = item[key]
             node.is_found |= value is not None
-            yield place.name, one_value(value, place.name), False
+            plain = (
+                value if value is None or isinstance(value, _EXTRAS) else plain_of(value, lambda array: array.read())
+            )
+            yield place.name, plain, False
 
 
 def _layer_arrays(value: Any, place: Place) -> list[np.ndarray]:

@@ -28,6 +28,7 @@ from tracestore.ingest.execute.values import (
     id_text,
     key_text,
     number_of,
+    one_value,
     typed_value,
     verdict_value,
 )
@@ -35,6 +36,7 @@ from tracestore.ingest.layout.fields import KEY, score_of
 from tracestore.ingest.layout.places import DERIVED, RECORDS, Plan
 from tracestore.ingest.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
+from tracestore.store.vocabulary import is_other_value
 from tracestore.store.write.field_values import check_agreement
 from tracestore.store.write.record import TraceRecord, record_from_dict
 
@@ -65,6 +67,7 @@ class RecordMaker:
         self._source, self._states = source_name, plan.layout.states
         words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
         self._words = None if is_of_schema else words
+        self._directed = {score_of(name) for name in plan.layout.directions()}
         self.layers = LayerOrder(plan.layout, is_of_schema=is_of_schema)
         is_flat = any("NS" in place.axes for place in plan.states)
         self._may_be_padded = not (is_flat or self._states == "last_token" or self.settings.get("S.padding") == "none")
@@ -92,10 +95,18 @@ class RecordMaker:
     def record(self, values: dict[str, Any], position: int, *, is_row: bool) -> TraceRecord:
         """Return the record of checked values; rules 6a, 6b, 17c and 24. `is_row`: they may be padded as rows of a stack."""
         states, is_last = values[self._states], self._states == "last_token"
+        scores = values.pop("scores", None) if self._has_scores_file else None
         record = record_from_dict(
             values, source_name=self._source, position=position, need_attention=self.need_attention
         )
         record.dropped = []
+        record.extras |= {} if scores is None else {"scores": scores}
+        for name in record.scores.keys() - self._directed:
+            raise InvalidInputError(
+                f"a high {name!s:.60} may mean a correct or a hallucinated answer; --score-column {name!s:.60} "
+                "--score-direction correct or hallucination states it",
+                field="scores",
+            )
         if record.group:
             record.group = group_text(record.group)
         if self._has_no_padding:  # the record has compared the shapes
@@ -126,11 +137,15 @@ class RecordMaker:
 
     def set_scores(self, record: TraceRecord, given: Iterable[tuple[str, Any, bool]]) -> None:
         """Set labels and scores of fields; those of tables are stored when the accounts of the run close."""
-        found: dict[str, float] = {}
+        found: dict[str, float] = dict(record.scores)
         for name, value, is_of_table in given:
             if self._has_scores_file and not is_of_table:
-                record.extras |= {score_of(name): value} if isinstance(value, str | int | float) else {}
+                record.extras |= {} if value is None else {score_of(name): value}
                 continue
+            if self._words is None and is_other_value(score_of(name), value):
+                record.extras[score_of(name)] = value
+                continue
+            value = value if self._words is None else one_value(value, name)
             direction = self.plan.layout.rule(name).direction or ""
             found[name] = number = verdict_value(value, name, direction, self._words)
             if math.isnan(number):
@@ -139,8 +154,10 @@ class RecordMaker:
                 record.deferred_scores[name] = number
             elif name == "label":
                 record.label = number
-            else:
-                record.scores[score_of(name)] = number
+            elif record.scores.setdefault(score_of(name), number) != number:
+                raise InvalidInputError(
+                    f"found {number:g}, expected {record.scores[score_of(name)]:g} as in scores", field=score_of(name)
+                )
         check_agreement(found)
 
 

@@ -74,13 +74,13 @@ DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_
 
 
 # Fields of the vocabulary that a layout states in another way, or leaves to the extras.
-_OTHER = frozenset(("edges", "layer_ids", "attention_mask", "lengths", "labels", "scores"))
+_OTHER = frozenset(("edges", "layer_ids", "attention_mask", "lengths", "labels"))
 
 
 def _rule(field: vocabulary.Field) -> FieldRule:
     """Return the rule of a field of the vocabulary. Its T ids are S tokens unless the line states more."""
     axes = tuple("S" if axis == "T" else axis for axis in field.shape.split() if axis.isalpha())
-    if field.name in vocabulary.VERDICTS:
+    if field.name in vocabulary.VERDICTS and field.name != "scores":
         return FieldRule("score", direction=field.direction or HALLUCINATION)
     if axes:
         return FieldRule("texts" if field.kind == vocabulary.TEXT else "array", axes)
@@ -99,7 +99,14 @@ FIELDS: dict[str, FieldRule] = {
     **{name: FieldRule("known", axes) for name, axes in _KNOWN.items()},
 }
 # Keys that `records` takes for the field of their name.
-RECORD_FIELDS = tuple(n for n, rule in FIELDS.items() if rule.kind not in ("score", "known") and n != "sample")
+RECORD_FIELDS = tuple(
+    n for n, rule in FIELDS.items() if rule.kind not in ("score", "known") and n not in ("sample", "scores")
+)
+# Lines of the scores whose names have a meaning, by these names.
+SCORE_LINES = {
+    name: name if name in LABELS else f"{'correctness' if way == CORRECT else 'hallucination'}.{name}"
+    for name, way in vocabulary.SCORES.items()
+}
 
 
 def rule_of(name: str) -> FieldRule | None:

@@ -19,6 +19,7 @@ from tracestore.ingest.layout.fields import (
     LABELS,
     MISSING_WORD,
     RECORD_FIELDS,
+    SCORE_LINES,
     SETTINGS,
     SETTINGS_OF,
     STATES,
@@ -29,7 +30,7 @@ from tracestore.ingest.layout.fields import (
 from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, NUMBER_NAMES, Pattern, is_name
 from tracestore.store.format.labels import CORRECT, HALLUCINATION
 from tracestore.store.vocabulary import COUNTED as COUNTED_WORDS
-from tracestore.store.vocabulary import JUDGMENTS, WORDS, direction_of
+from tracestore.store.vocabulary import JUDGMENTS, SCORES, WORDS, direction_of
 
 _MAX_BYTES = 1 << 20
 _MAX_AXES = 4  # of states
@@ -92,7 +93,11 @@ class Layout:
     def directions(self) -> dict[str, str]:
         """Return what a high value of each score of the layout means, by the name of its field."""
         rules = {name: self.rule(name) for name in (*self.addresses, *self.templates) if name != "id"}
-        return {name: rule.direction for name, rule in rules.items() if rule.direction is not None}
+        found = {name: rule.direction for name, rule in rules.items() if rule.direction is not None}
+        if "scores" in self.addresses:
+            stated = {score_of(name) for name in found}
+            found |= {SCORE_LINES[name]: way for name, way in SCORES.items() if name not in stated}
+        return found
 
     def to_entries(self) -> dict[str, Any]:
         """Return the entries from which `parse_layout` makes an equal layout."""

@@ -11,7 +11,7 @@ from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import labels, schema
 from tracestore.store.format.provenance import Provenance, with_layers
 from tracestore.store.read.columns import TraceValues
-from tracestore.store.vocabulary import SCORES
+from tracestore.store.vocabulary import SCORES, by_precedence
 from tracestore.store.write.field_values import check_agreement, field_error, label_value, lens_arrays, score_value
 from tracestore.store.write.record import TraceRecord, question_id_text, record_from_dict
 from tracestore.store.write.writer import StoreWriter
@@ -243,7 +243,7 @@ class TraceWriter:
     def _define_scores(self, scores: Mapping[str, float]) -> None:
         """Define the scores whose names state the meaning of a high value. UsageError for any other one."""
         stored = self._writer.attributes.scores
-        for name in scores:
+        for name in by_precedence(scores):
             known = self._fields.get(name)
             if known is not None and (name not in stored or stored[name].direction != known.direction):
                 self._writer.define_score(name, known)

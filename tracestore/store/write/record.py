@@ -304,8 +304,7 @@ def _set_verdict(record: TraceRecord, fields: Mapping[str, Any]) -> None:
     record.label = next(iter(labels), None)
     given = {name: value for name, value in fields.items() if name in vocabulary.SCORES}
     for name, value in list(given.items()):
-        is_other = isinstance(value, str | list | tuple | Mapping) or getattr(value, "ndim", 0) > 0
-        if is_other and vocabulary.FIELDS[name].may_be_other and not vocabulary.is_verdict(value):
+        if vocabulary.is_other_value(name, value):
             record.extras[name] = given.pop(name)
     scores = fields.get("scores", {})
     if isinstance(scores, list | tuple) and scores and as_array(scores[0]) is not None:
