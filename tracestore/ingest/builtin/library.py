@@ -11,7 +11,7 @@ from typing import Any
 from tracestore.errors import UsageError
 from tracestore.ingest.builtin.signature import Form, Signature, parse_form
 from tracestore.ingest.layout.fields import SCORE_LINES, score_of
-from tracestore.ingest.layout.language import Layout, below, parse_layout
+from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import Plan, plan_of
 from tracestore.store.format import schema
@@ -84,7 +84,7 @@ class Builtin:
         keys = {*self.lines.values(), *map(score_of, self.lines)}
         known = {"label": "label", "scores": "scores"} | {line: name for name, line in SCORE_LINES.items()}
         lines = {**self.lines} | {line: name for line, name in known.items() if name not in keys}
-        addresses = {name: (below(layout.records[0], key),) for name, key in lines.items()}
+        addresses = {name: (layout.records[0].below(key),) for name, key in lines.items()}
         return replace(layout, addresses={**layout.addresses, **addresses})
 
     @cached_property

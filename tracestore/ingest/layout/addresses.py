@@ -105,6 +105,10 @@ class Address:
         axes = " ".join(f"({' '.join(a)})" if len(a) > 1 else a for a in self.axes or ())
         return self.files.text + (f" : {path}" if path else "") + (f" -> {axes}" if axes else "")
 
+    def below(self, key: str) -> "Address":
+        """Return the address of a key of the items that this one names."""
+        return Address(self.files, (*self.path, *_steps(key)))
+
     @cached_property
     def bound(self) -> frozenset[str]:
         """Names and letters that files and path bind, with `chunk`; letters of AXES are not among them."""

@@ -208,7 +208,7 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
         except UsageError as error:
             raise UsageError(f"{where}: {name}: {error}") from None
     if lists["records"] and addresses.keys().isdisjoint(STATES):
-        addresses[STATES[0]] = (below(lists["records"][0], STATES[0]),)  # under their own name
+        addresses[STATES[0]] = (lists["records"][0].below(STATES[0]),)  # under their own name
     layout = Layout(addresses, templates, lists["records"], lists["ignore"], settings)
     if layout.is_filter and _OTHER_STATES not in entries:
         return layout
@@ -260,11 +260,6 @@ def _last_name(addresses: tuple[Address, ...]) -> str:
         return ""
     text = addresses[0].path[-1].text if addresses[0].path else PurePath(addresses[0].files.text).stem
     return re.sub(r"[\s-]+|(?<=[a-z])(?=[A-Z])", "_", text.lstrip("@")).lower()
-
-
-def below(record: Address, name: str) -> Address:
-    """Return the address of a key of the items that an address of `records` names."""
-    return parse_address(f"{record} {'/' if record.path else ':'} {name}".replace(" / ", "/"))
 
 
 def _most_addresses(name: str) -> int:

@@ -8,7 +8,7 @@ from functools import cached_property
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.fields import KEEP, KEY, RECORD_FIELDS, STATES, FieldRule
-from tracestore.ingest.layout.language import Layout, below
+from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, VALUE, Pattern
 
 # Axes along which others lie behind each other.
@@ -300,7 +300,7 @@ def _add_records(plan: Plan) -> None:
         for name in RECORD_FIELDS:
             if name in layout.templates or name in STATES:
                 continue
-            address, stated = below(record, name), layout.addresses.get(name, ())
+            address, stated = record.below(name), layout.addresses.get(name, ())
             is_second = layout.rule(name).kind in ("text", "json") and address not in (*stated, *layout.ignore)
             if not stated or is_second:
                 plan.others.append(_place(layout, name, address, is_optional=True))
