@@ -72,8 +72,7 @@ class DescribedRun:
         for folder in {place for source in self.sources for path in source.files for place in path.parents[:2]}:
             find_export(folder)  # refuses an unfinished or damaged export
         self._directions = {n: d for part in parts for n, d in part.directions.items()}
-        self._fields = {score_of(n): n for n in reversed(self._directions)}
-        self._places = {n: k for k, n in enumerate(self._directions)}
+        self._fields = {score_of(n): (k, n) for k, n in reversed([*enumerate(self._directions)])}
         # A layout that is stated, proved or kept, and not built in, is kept in the store.
         own = [part for part in parts if part.kept_text is not None]
         self._has_own = bool(own)
@@ -140,7 +139,8 @@ class DescribedRun:
             self._stated = source.export.stated
             return
         stated = frozenset[str]() if source.described is None else source.described.stated
-        self._stated = frozenset(name for name in stated if self._gives(name, writer))
+        near = {LABEL, GROUP, *self._own, *(self._fields.get(name, (0, ""))[1] for name in writer.attributes.scores)}
+        self._stated = frozenset(name for name in near if name in stated and self._gives(name, writer))
 
     def needs_all(self) -> bool:
         """Return whether others than the sources that were read may have what a line or an entry names, or rows of a table."""
@@ -190,8 +190,8 @@ class DescribedRun:
 
     def _define_scores(self, first: Mapping[str, int], writer: StoreWriter) -> None:
         """Define scores by the first trace that has them; of those of one trace, the first line gives the default score."""
-        for name in sorted(first.keys() & self._fields.keys(), key=lambda n: (first[n], self._places[self._fields[n]])):
-            self._define(writer, self._fields[name])
+        for _, _, field in sorted((first[name], *self._fields[name]) for name in first.keys() & self._fields.keys()):
+            self._define(writer, field)
 
     def added_block(self, block: TraceBlock) -> None:
         """Do added() for each trace of a block, all of which are new."""

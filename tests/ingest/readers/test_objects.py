@@ -5,6 +5,7 @@ import gzip
 import lzma
 import pickle
 import types
+import zipfile
 
 import numpy as np
 import pytest
@@ -161,6 +162,31 @@ def test_files_of_torch(tmp_path):
     assert read_tree(tmp_path / "sparse.pt").tolist() == np.eye(3).tolist()
     torch.save((1.5 * torch.eye(3)).to(torch.bfloat16).to_sparse(), tmp_path / "short.pt")
     assert read_tree(tmp_path / "short.pt").tolist() == (1.5 * np.eye(3)).tolist()
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_items_of_a_list_of_torch_come_one_by_one(tmp_path, protocol):
+    """A list of many tensors is no object of too many values; an object that holds a list is read as a whole."""
+    torch = pytest.importorskip("torch")
+    data = [{"id": f"q{k}", "h": torch.full((2,), float(k))} for k in range(300)]
+    torch.save(data, tmp_path / "a.pt", pickle_protocol=protocol)
+    with open_tree(tmp_path / "a.pt") as root:
+        assert isinstance(root, StreamItems) and not root.is_lent
+        first, *others = root
+        assert first["h"].read().tolist() == [0, 0] and [plain(o)["h"].tolist()[0] for o in others] == [*range(1, 300)]
+    for value in ((data[:2], [1]), {"a": data[:2]}, (*(t["h"] for t in data[:25]),), [[1, 2], [3]], []):
+        torch.save(value, tmp_path / "b.pt", pickle_protocol=protocol)
+        assert len(read_tree(tmp_path / "b.pt")) == len(value)
+
+
+@pytest.mark.parametrize("ending", [b"x", pickle.dumps([1], 2)])
+def test_nothing_follows_the_pickle_of_torch(tmp_path, ending):
+    torch = pytest.importorskip("torch")
+    torch.save([{"h": torch.ones(2)}], tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive, zipfile.ZipFile(tmp_path / "b.pt", "w") as other:
+        for name in archive.namelist():
+            other.writestr(name, archive.read(name) + ending * name.endswith("data.pkl"))
+    assert "trailing bytes after the pickle" in refusal(tmp_path / "b.pt")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

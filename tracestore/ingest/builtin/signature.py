@@ -138,6 +138,14 @@ class Signature:
         return [(key, Pattern(key), forms, is_must) for part, is_must in parts for key, forms in part.items()]
 
     @cached_property
+    def _by_key(self) -> dict[str | None, list[tuple[str, Pattern, tuple[Form, ...], bool]]]:
+        """The patterns by the only key that they match; None: those with names or wildcards."""
+        found: dict[str | None, list[tuple[str, Pattern, tuple[Form, ...], bool]]] = {}
+        for entry in self._patterns:
+            found.setdefault(entry[1].literal, []).append(entry)
+        return found
+
+    @cached_property
     def _plain_keys(self) -> frozenset[str]:
         """The keys without wildcards that the item itself must have."""
         return frozenset(p.literal for key, p, _, is_must in self._patterns if is_must and p.literal and "/" not in key)
@@ -233,9 +241,10 @@ class Signature:
                     return f"{key}: missing", sizes
                 if (differs := self._compare_value(key, value, forms, sizes)) is not None:
                     return differs, sizes
-            for name in pattern.names:
-                letter, number = AXIS_NAMES.get(name), counts.get(key)
-                if letter is not None and number and sizes.setdefault(letter, number) != number:
+            number = counts.get(key, 0)
+            for name in pattern.names if number else ():
+                letter = AXIS_NAMES.get(name)
+                if letter is not None and sizes.setdefault(letter, number) != number:
                     return f"{key}: found {number}, expected {sizes[letter]} as {letter}", sizes
         for letter, (base, steps) in _NEAR.items():
             if letter in sizes and base in sizes and sizes[letter] - sizes[base] not in steps:
@@ -247,7 +256,8 @@ class Signature:
             path, value = f"{prefix}{key_text(name)}", group[name]
             if value is None or (isinstance(value, Items) and facts_of(value)[0] == "none"):
                 continue  # missing, as are layers of None
-            found = next(((key, forms) for key, p, forms, _ in self._patterns if p.match(path) is not None), None)
+            near = (*self._by_key.get(path, ()), *self._by_key.get(None, ()))
+            found = next(((key, forms) for key, p, forms, _ in near if p.match(path) is not None), None)
             if found is not None:
                 if (differs := self._compare_value(path, value, found[1], sizes)) is not None:
                     return differs

@@ -266,7 +266,7 @@ class RowTexts:
     """Questions and answers of rows that no line names: they show whether the rows are those of the traces."""
 
     def __init__(self, plan: Plan) -> None:
-        self._places = [(place.name, str(place.address)) for place in plan.places]
+        self._plan = plan
         self._texts: dict[str, _Texts] = {}
         # The columns with the question of a trace, and what is wrong with the first two traces in other columns.
         self._agreeing: set[str] = set()
@@ -285,7 +285,7 @@ class RowTexts:
             self._hashes.setdefault(f"{prefix}{key}", array("q")).append(hash(value and key_text(value)))
 
     def _new(self, prefix: str, key: str, bound: Mapping[str, Any]) -> _Texts:
-        own = {name for name, address in self._places if address.startswith(prefix)}
+        own = {place.name for place in self._plan.places if str(place.address).startswith(prefix)}
         is_told = "N" in bound or own.isdisjoint(STATES)
         names = tuple(name for name in bound if not (name == "file" or name[0] == "*" or name in INNER_NAMES))
         return _Texts(tuple(name for name in _ROW_TEXTS[key] if is_told and name not in own), names, {}, set())

@@ -11,9 +11,7 @@ T = TypeVar("T")
 
 def followed(steps: list[tuple[KeyStep, T]], key: Any) -> list[tuple[KeyStep, T, dict[str, Any]]]:
     """Return the steps that match a key with the most literal characters, and what they bind."""
-    wanted = None, key_text(key)  # most steps are another literal
-    near = (entry for entry in steps if entry[0].literal in wanted)
-    found = [(step, child, match) for step, child in near if (match := match_key(step, key)) is not None]
+    found = [(step, child, match) for step, child in steps if (match := match_key(step, key)) is not None]
     lengths = [sum(part.num_literals for part in step.parts) for step, _, _ in found]
     return [entry for entry, length in zip(found, lengths, strict=True) if length == max(lengths)]
 

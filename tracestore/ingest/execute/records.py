@@ -67,7 +67,6 @@ class RecordMaker:
         self._source, self._states = source_name, plan.layout.states
         words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
         self._words = None if is_of_schema else words
-        self._directed = {score_of(name) for name in plan.layout.directions()}
         self.layers = LayerOrder(plan.layout, is_of_schema=is_of_schema)
         is_flat = any("NS" in place.axes for place in plan.states)
         self._may_be_padded = not (is_flat or self._states == "last_token" or self.settings.get("S.padding") == "none")
@@ -101,7 +100,7 @@ class RecordMaker:
         )
         record.dropped = []
         record.extras |= {} if scores is None else {"scores": scores}
-        for name in record.scores.keys() - self._directed:
+        for name in record.scores.keys() - self.plan.scores if record.scores else ():
             raise InvalidInputError(
                 f"a high {name!s:.60} may mean a correct or a hallucinated answer; --score-column {name!s:.60} "
                 "--score-direction correct or hallucination states it",

@@ -46,7 +46,7 @@ class Node:
     def child(self, step: Step) -> "Node":
         """Return the node behind a step, a new one if there is none."""
         for known, node in self.children:
-            if known == step:
+            if known.text == step.text and type(known) is type(step):
                 return node
         node = Node(f"{self.prefix}{step.text}/")
         if isinstance(step, ItemsStep):
@@ -65,6 +65,15 @@ class Node:
     def leads_to_unit(self) -> bool:
         """Return whether items of the traces lie here or below."""
         return self.is_unit or self.has_unit_items or any(child.leads_to_unit for _, child in self.children)
+
+    @functools.cached_property
+    def key_steps(self) -> dict[str | None, list[tuple[KeyStep, "Node"]]]:
+        """The steps of keys by the only key that they match; None: those with names or wildcards."""
+        found: dict[str | None, list[tuple[KeyStep, Node]]] = {}
+        for step, child in self.children:
+            if isinstance(step, KeyStep):
+                found.setdefault(step.literal, []).append((step, child))
+        return found
 
     @functools.cached_property
     def left_out(self) -> dict[int, "Node"]:
@@ -342,9 +351,10 @@ class Walk:
     def _claimed(self, node: Node, names: tuple[Any, ...]) -> ClaimedKeys:
         """Return the steps that each key follows, and the keys that none does."""
         claimed, rest = dict[Any, list[tuple[Step, Node, Any]]](), list[Any]()
-        steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
+        steps = node.key_steps
         for key in names:
-            if len(best := followed(steps, key)) > 1 and not any(child.ignores for _, child, _ in best[:2]):
+            near = [*steps.get(key_text(key), ()), *steps.get(None, ())]
+            if len(best := followed(near, key)) > 1 and not any(child.ignores for _, child, _ in best[:2]):
                 raise InvalidInputError(
                     f"{best[0][0].text} and {best[1][0].text} match the key {key!s:.60} with equally many characters",
                     source=self._source,
@@ -359,9 +369,9 @@ class Walk:
                 ]
             elif not node.has_named(key):
                 rest.append(key)
-        for step, _ in steps:
-            if (k := member_number(step)) is not None and {k, str(k)} <= claimed.keys():
-                raise InvalidInputError(f"the keys {k} and {str(k)!r} both exist", source=self._source)
+        for key in claimed:
+            if isinstance(key, int) and str(key) in claimed.keys() & steps.keys():
+                raise InvalidInputError(f"the keys {key} and {str(key)!r} both exist", source=self._source)
         return claimed, rest
 
     def _member(

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
-from tracestore.ingest.layout.fields import KEEP, KEY, RECORD_FIELDS, STATES, FieldRule
+from tracestore.ingest.layout.fields import KEEP, KEY, RECORD_FIELDS, STATES, FieldRule, score_of
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, VALUE, Pattern
 
@@ -169,6 +169,11 @@ class Plan:
     def shared_names(self, place: Place) -> list[str]:
         """Return the names that say to which sources a file of a place belongs."""
         return [name for name in self.source_names if name in place.file_names and "." not in name]
+
+    @cached_property
+    def scores(self) -> set[str]:
+        """The names of the scores whose direction the layout states."""
+        return {score_of(name) for name in self.layout.directions()}
 
     @property
     def left_out(self) -> list[Address]:

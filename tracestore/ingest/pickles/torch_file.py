@@ -2,6 +2,7 @@
 
 import struct
 import zipfile
+from collections.abc import Callable
 from typing import IO, Any, cast
 
 from tracestore._core.mapping import MappedFile
@@ -117,8 +118,8 @@ def _add_storage(storages: dict[str, PickledStorage], name: str, storage: Pickle
     return known
 
 
-def read_zip(mapped: MappedFile) -> Any:
-    """Return the object in a zip archive; its tensors are byte ranges of the mapped file."""
+def open_zip(mapped: MappedFile) -> tuple[memoryview, Callable[[Any], PickledStorage]]:
+    """Return the pickle in a zip archive, and what loads its storages: byte ranges of the mapped file."""
     entries = _entries(mapped)
     pickles = [name for name in entries if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
@@ -139,11 +140,7 @@ def read_zip(mapped: MappedFile) -> Any:
             raise InvalidInputError(f"storage {name[:40]!r}: found {len(data):,} bytes, expected {storage.num_bytes:,}")
         return storage
 
-    source = BufferReader(entries[pickles[0]])
-    result = pickle_reader(source, persistent_load=load).load()
-    if not source.is_eof():
-        raise InvalidInputError("trailing bytes after the pickle")
-    return result
+    return entries[pickles[0]], load
 
 
 def is_legacy(view: memoryview) -> bool:

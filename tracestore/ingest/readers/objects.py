@@ -1,7 +1,8 @@
 """The tree of pickles and files of torch.save, over the values that the reader of untrusted pickles makes."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -36,6 +37,7 @@ _KEYS = frozenset((str, int, float, bool, tuple))
 # A pickle whose root is a list ends with APPENDS or APPEND, and STOP.
 _ENDS_OF_LISTS = (b"e.", b"a.")
 _STOP = b"."
+_BEGIN_OF_LIST = re.compile(rb"\x80.(\x95.{8})?\]", re.DOTALL)  # PROTO, FRAME, EMPTY_LIST
 
 
 class ObjectOpener:
@@ -178,11 +180,13 @@ def _key(key: Any) -> Any:
     return int(key) if isinstance(key, np.integer) else "None" if key is None else key
 
 
-def read_pickle(source: ByteReader, limits: Limits, *, is_list: bool) -> Value | None:
+def read_pickle(
+    source: ByteReader, limits: Limits, *, is_list: bool, persistent_load: Callable[[Any], Any] | None = None
+) -> Value | None:
     """Return the tree of a pickle, or of several behind each other as one stream of items.
 
     The items of a list come one by one if `is_list`: its bytes end like those of a list. A list among several
-    pickles stands for its items.
+    pickles stands for its items. Nothing follows a pickle with a `persistent_load`: that of `pickle_reader`.
 
     Returns
     -------
@@ -191,23 +195,26 @@ def read_pickle(source: ByteReader, limits: Limits, *, is_list: bool) -> Value |
         so the caller reads it again as a whole; `is_list` is then known.
     """
     open_value = ObjectOpener(limits)
-    reader = _reader(source)
+    reader = _reader(source, persistent_load)
+    may_follow = persistent_load is None
     first = next(reader, _NOTHING) if is_list else _NOTHING
     if first is _NOTHING:
         root = open_value(reader.result if is_list else reader.load())
         if source.is_eof():
             return root
-        return StreamItems(chain(root if isinstance(root, ListItems) else (root,), _pickles(source, open_value)))
+        behind = _pickles(source, open_value, may_follow=may_follow)
+        return StreamItems(chain(root if isinstance(root, ListItems) else (root,), behind))
     if not isinstance(first, dict | PickledObject | PickledGraph) and not isinstance(source, BufferReader):
         return None
-    return StreamItems(chain(iter([open_value(first)]), _items(reader, open_value), _pickles(source, open_value)))
+    behind = _pickles(source, open_value, may_follow=may_follow)
+    return StreamItems(chain(iter([open_value(first)]), _items(reader, open_value), behind))
 
 
 _NOTHING = object()
 
 
-def _reader(source: ByteReader) -> SafeUnpickler:
-    reader = pickle_reader(source, load_bytes=torch_file.load_bytes)
+def _reader(source: ByteReader, persistent_load: Callable[[Any], Any] | None = None) -> SafeUnpickler:
+    reader = pickle_reader(source, persistent_load=persistent_load, load_bytes=torch_file.load_bytes)
     iter(reader)  # from here on, next() returns the items of a list
     return reader
 
@@ -220,10 +227,10 @@ def _items(reader: SafeUnpickler, open_value: ObjectOpener) -> Iterator[Value]:
         )
 
 
-def _pickles(source: ByteReader, open_value: ObjectOpener) -> Iterator[Value]:
-    """Yield the objects, and the items of lists, of the pickles that follow."""
+def _pickles(source: ByteReader, open_value: ObjectOpener, *, may_follow: bool) -> Iterator[Value]:
+    """Yield the objects, and the items of lists, of the pickles that follow, if any may."""
     while not source.is_eof():
-        if source.peek() != _PROTO:
+        if source.peek() != _PROTO or not may_follow:
             raise InvalidInputError("trailing bytes after the pickle")
         reader = _reader(source)
         first = next(reader, _NOTHING)
@@ -240,10 +247,16 @@ def read_mapped_pickle(content: Content) -> Value:
     if torch_file.is_legacy(view):
         return ObjectOpener(content.limits)(torch_file.read_legacy(view))
     # Of a file that is cut, the items before the cut can be read.
-    is_list = bytes(view[-2:]) in _ENDS_OF_LISTS or view[-1:] != _STOP
-    return read_pickle(BufferReader(content.mapped), content.limits, is_list=is_list)
+    return read_pickle(BufferReader(content.mapped), content.limits, is_list=_is_list(view))
+
+
+def _is_list(pickle: memoryview) -> bool:
+    """Return whether a pickle ends like that of a list, or is cut."""
+    return bytes(pickle[-2:]) in _ENDS_OF_LISTS or pickle[-1:] != _STOP
 
 
 def read_torch_zip(content: Content) -> Value:
     """Return the tree of a zip archive of torch.save."""
-    return ObjectOpener(content.limits)(torch_file.read_zip(content.mapped))
+    pickle, load = torch_file.open_zip(content.mapped)
+    is_list = _is_list(pickle) and _BEGIN_OF_LIST.match(pickle) is not None
+    return read_pickle(BufferReader(pickle), content.limits, is_list=is_list, persistent_load=load)
