@@ -1,7 +1,7 @@
 """The keys and members that the steps of a path follow."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.layout.addresses import ItemsStep, KeyStep, Step
@@ -9,11 +9,27 @@ from tracestore.ingest.layout.addresses import ItemsStep, KeyStep, Step
 T = TypeVar("T")
 
 
-def followed(steps: list[tuple[KeyStep, T]], key: Any) -> list[tuple[KeyStep, T, dict[str, Any]]]:
-    """Return the steps that match a key with the most literal characters, and what they bind."""
-    found = [(step, child, match) for step, child in steps if (match := match_key(step, key)) is not None]
-    lengths = [sum(part.num_literals for part in step.parts) for step, _, _ in found]
-    return [entry for entry, length in zip(found, lengths, strict=True) if length == max(lengths)]
+class KeySteps(Generic[T]):
+    """The steps of keys behind a place, with the places behind them.
+
+    Attributes
+    ----------
+    by_key : dict
+        They by the only key that they match; None: those with names or wildcards.
+    """
+
+    def __init__(self, children: Iterable[tuple[Step, T]]) -> None:
+        self.by_key: dict[str | None, list[tuple[KeyStep, T]]] = {}
+        for step, child in children:
+            if isinstance(step, KeyStep):
+                self.by_key.setdefault(step.literal, []).append((step, child))
+
+    def followed(self, key: Any) -> list[tuple[KeyStep, T, dict[str, Any]]]:
+        """Return the steps that match a key with the most literal characters, and what they bind."""
+        near = (*self.by_key.get(key_text(key), ()), *self.by_key.get(None, ()))
+        found = [(step, child, match) for step, child in near if (match := match_key(step, key)) is not None]
+        lengths = [sum(part.num_literals for part in step.parts) for step, _, _ in found]
+        return [entry for entry, length in zip(found, lengths, strict=True) if length == max(lengths)]
 
 
 def member_number(step: Step) -> int | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.execute.key_steps import column_names, followed, lacking_keys, match_key, member_number
+from tracestore.ingest.execute.key_steps import KeySteps, column_names, lacking_keys, match_key, member_number
 from tracestore.ingest.execute.values import (
     describe,
     id_text,
@@ -67,13 +67,9 @@ class Node:
         return self.is_unit or self.has_unit_items or any(child.leads_to_unit for _, child in self.children)
 
     @functools.cached_property
-    def key_steps(self) -> dict[str | None, list[tuple[KeyStep, "Node"]]]:
-        """The steps of keys by the only key that they match; None: those with names or wildcards."""
-        found: dict[str | None, list[tuple[KeyStep, Node]]] = {}
-        for step, child in self.children:
-            if isinstance(step, KeyStep):
-                found.setdefault(step.literal, []).append((step, child))
-        return found
+    def key_steps(self) -> KeySteps["Node"]:
+        """The steps of its keys."""
+        return KeySteps(self.children)
 
     @functools.cached_property
     def left_out(self) -> dict[int, "Node"]:
@@ -351,10 +347,8 @@ class Walk:
     def _claimed(self, node: Node, names: tuple[Any, ...]) -> ClaimedKeys:
         """Return the steps that each key follows, and the keys that none does."""
         claimed, rest = dict[Any, list[tuple[Step, Node, Any]]](), list[Any]()
-        steps = node.key_steps
         for key in names:
-            near = [*steps.get(key_text(key), ()), *steps.get(None, ())]
-            if len(best := followed(near, key)) > 1 and not any(child.ignores for _, child, _ in best[:2]):
+            if len(best := node.key_steps.followed(key)) > 1 and not any(child.ignores for _, child, _ in best[:2]):
                 raise InvalidInputError(
                     f"{best[0][0].text} and {best[1][0].text} match the key {key!s:.60} with equally many characters",
                     source=self._source,
@@ -370,7 +364,7 @@ class Walk:
             elif not node.has_named(key):
                 rest.append(key)
         for key in claimed:
-            if isinstance(key, int) and str(key) in claimed.keys() & steps.keys():
+            if isinstance(key, int) and str(key) in claimed and str(key) in node.key_steps.by_key:
                 raise InvalidInputError(f"the keys {key} and {str(key)!r} both exist", source=self._source)
         return claimed, rest
 
