@@ -76,7 +76,7 @@ class DescribedRun:
         # A layout that is stated, proved or kept, and not built in, is kept in the store.
         own = [part for part in parts if part.kept_text is not None]
         self._has_own = bool(own)
-        self._own = {name for part in own for name in part.directions}
+        self._own = {name for part in own if part.layout is not None for name in part.layout.directions()}
         self.judgments = [name for name in JUDGMENTS if name in self._own]
         self._counts_new = finds_layouts and not own
         self._stated: frozenset[str] = frozenset()  # what each trace of the open source has, or else it has none

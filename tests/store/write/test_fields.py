@@ -110,6 +110,7 @@ STATED = {
         {"is_correct": "yes", "hallucination": "no"},
         ("is_correct = t.pkl : []/is_correct", "hallucination.hallucination = t.pkl : []/hallucination"),
     ),
+    "scores": ({"scores": {"em": 1.0, "is_wrong": False, "bleu": 0.25}}, ("scores = t.pkl : []/scores",)),
     "padding": (
         {"tokens": [7, 8, 9, -100, -100], "attention_mask": [1, 1, 1, 0, 0], "prompt_length": 2},
         ("S.mask = t.pkl : []/attention_mask",),
@@ -132,6 +133,7 @@ def assert_same(path, trace, lines=()):
     }
     mine, writer = appended(path / "s.zarr", trace)
     assert values_of(mine) == values_of(converted(path, trace, lines))
+    assert tracestore.open(path / "s.zarr").score_name == tracestore.open(path / "c.zarr").score_name
     assert mine.question_id == ("7" if "global_example_id" in trace else "q0")
     assert set(writer.extras) == set(mine.extras) and verify_store(path / "s.zarr").damaged == {}
 

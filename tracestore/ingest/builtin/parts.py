@@ -106,7 +106,7 @@ class Part:
     @property
     def directions(self) -> dict[str, str]:
         """Return what a high value of each score means, by field."""
-        return {"label": HALLUCINATION} if self.layout is None else self.layout.directions()
+        return {"label": HALLUCINATION} if self.layout is None else self.layout.known_directions()
 
     @property
     def kept_text(self) -> str | None:

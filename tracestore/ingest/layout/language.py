@@ -91,13 +91,15 @@ class Layout:
         return rule
 
     def directions(self) -> dict[str, str]:
-        """Return what a high value of each score of the layout means, by the name of its field."""
+        """Return what a high value of each score that has a line means, by the name of its field."""
         rules = {name: self.rule(name) for name in (*self.addresses, *self.templates) if name != "id"}
-        found = {name: rule.direction for name, rule in rules.items() if rule.direction is not None}
-        if "scores" in self.addresses:
-            stated = {score_of(name) for name in found}
-            found |= {SCORE_LINES[name]: way for name, way in SCORES.items() if name not in stated}
-        return found
+        return {name: rule.direction for name, rule in rules.items() if rule.direction is not None}
+
+    def known_directions(self) -> dict[str, str]:
+        """Return `directions`, and those of all names of scores if a line for `scores` may give them."""
+        lines = self.directions()
+        others = SCORES.keys() - map(score_of, lines) if "scores" in self.addresses else ()
+        return lines | {SCORE_LINES[name]: SCORES[name] for name in SCORES if name in others}
 
     def to_entries(self) -> dict[str, Any]:
         """Return the entries from which `parse_layout` makes an equal layout."""

@@ -173,7 +173,7 @@ class Plan:
     @cached_property
     def scores(self) -> set[str]:
         """The names of the scores whose direction the layout states."""
-        return {score_of(name) for name in self.layout.directions()}
+        return {score_of(name) for name in self.layout.known_directions()}
 
     @property
     def left_out(self) -> list[Address]:
