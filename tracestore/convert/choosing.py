@@ -23,6 +23,7 @@ from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
 from tracestore.store.io.local_folders import local_dir
+from tracestore.store.vocabulary import JUDGMENTS, SCORES
 
 WITHOUT_ATTENTION = "no attention in the source: stored without edges; detectors that need graphs cannot train on it"
 LEFT_OUT = "the store has no attention: that of the source was left out"
@@ -139,6 +140,10 @@ def _lines(options: ConvertOptions, found: FoundFiles) -> dict[str, str]:
     lines = {} if options.id_column is None else {"question_id": options.id_column}
     if options.score_column is not None:
         direction = options.score_direction or direction_of(options.score_column)
+        if options.score_column in JUDGMENTS and direction != SCORES[options.score_column]:
+            raise UsageError(
+                f"--score-column {options.score_column}: 1 means the opposite under this name; a layout names it otherwise"
+            )
         name = "hallucination" if direction == HALLUCINATION else "correctness"
         lines[f"{name}.{options.score_column}"] = options.score_column
     return lines

@@ -381,8 +381,8 @@ class DescribedRun:
 
     def lines(self) -> Iterator[str]:
         """Yield what was stored as labels."""
-        for name, direction in self._directions.items():
-            counts = self._counts[score_of(name)]
+        for _, name in sorted(self._fields.values()):
+            direction, counts = self._directions[name], self._counts[score_of(name)]
             if not self._num_traces or (not counts and name not in self._deferred_scores):
                 continue
             meaning = {CORRECT: "correct", HALLUCINATION: HALLUCINATION}.get(direction, direction)

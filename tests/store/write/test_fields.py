@@ -327,6 +327,27 @@ def test_a_score_whose_direction_is_unknown_is_asked_for(tmp_path):
     assert store.score_name == "judge" and store.targets().tolist() == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("column", ["score", "bleurt", "label", "is_correct", "f1"])
+@pytest.mark.parametrize("direction", ["correct", "hallucination"])
+def test_a_chosen_score_has_the_chosen_direction(tmp_path, column, direction):
+    """It is the default one, also next to those that a built-in layout reads under their own names."""
+    values = {"score": 0.75, "bleurt": 0.75, "label": 1, "is_correct": True, "f1": 0.75}
+    traces = [
+        make_trace(k) | ({n: v for n, v in values.items() if n != "label" or column == "label"}) for k in range(2)
+    ]
+    words = (tmp_path / "s.zarr", "--score-column", column, "--score-direction", direction)
+    write_pickle(tmp_path / "t.pkl", traces)
+    if column == "is_correct" and direction == "hallucination":
+        assert "1 means the opposite under this name" in error_of("convert", tmp_path / "t.pkl", *words, code=2)
+        return
+    out = convert(tmp_path / "t.pkl", *words).stdout
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert (store.score_name, store.score_direction) == (column, direction)
+    assert store.targets().tolist() == [float(direction == "hallucination")] * 2
+    assert out.count(f"{column} (high: ") == out.count(f"{column} (high: {direction})") == 1
+    assert verify_store(tmp_path / "s.zarr").damaged == {}
+
+
 # Values under names of scores: those of scores, and others that data sets have there.
 VALUES = (
     0,
