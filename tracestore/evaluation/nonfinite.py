@@ -4,11 +4,21 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.errors import escape_unprintable
+from tracestore.errors import TrainingError, escape_unprintable
 from tracestore.store.read.store import TraceStore
 from tracestore.words import plural
 
 _MAX_IDS = 5
+
+
+def check_finite(store: TraceStore, indices: np.ndarray) -> None:
+    """Raise TrainingError where a trace of a split holds NaN or infinite values, also where no detector reads them."""
+    wrong = indices[store.has_nonfinite[indices]]
+    if len(wrong):
+        raise TrainingError(
+            f"the trace of question {store.question_ids[int(wrong[0])]!r} holds NaN or infinite values "
+            f"({plural(len(wrong), 'such trace')}); --drop-nonfinite leaves them out"
+        )
 
 
 def drop_nonfinite(store: TraceStore, targets: np.ndarray) -> tuple[np.ndarray, list[dict[str, Any]]]:

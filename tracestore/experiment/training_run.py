@@ -2,7 +2,6 @@
 
 import gc
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,9 +15,9 @@ from tracestore import console
 from tracestore.data.batch_format import BatchFormat
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
-from tracestore.errors import MissingFieldError, TrainingError, UsageError
+from tracestore.errors import MissingFieldError, UsageError
 from tracestore.evaluation.evaluate import RunScores
-from tracestore.evaluation.nonfinite import describe_dropped, drop_nonfinite
+from tracestore.evaluation.nonfinite import check_finite, describe_dropped, drop_nonfinite
 from tracestore.evaluation.predictions import write_predictions
 from tracestore.evaluation.probe import run_probe
 from tracestore.evaluation.significance import compare
@@ -178,7 +177,7 @@ class _Experiment:
         """
         options, seed = self.options, self.options.config.seed
         self._log_counts()
-        _check_finite(self.store, self.splits)
+        check_finite(self.store, np.unique(np.concatenate([k for s in self.splits for k in s.indices.values()])))
         self._train_all(start)
         if not self.ranks.is_rank_zero:
             return self.results
@@ -325,14 +324,3 @@ class _Experiment:
 
 def _log_run(log: Log, run: folds.TrainingRun, text: str) -> None:
     log(f"{run}: {text}")
-
-
-def _check_finite(store: TraceStore, splits: Sequence[Split]) -> None:
-    """Raise TrainingError where a trace of the splits holds NaN or infinite values, also where no detector reads them."""
-    used = np.unique(np.concatenate([indices for split in splits for indices in split.indices.values()]))
-    wrong = used[store.has_nonfinite[used]]
-    if len(wrong):
-        raise TrainingError(
-            f"the trace of question {store.question_ids[int(wrong[0])]!r} holds NaN or infinite values "
-            f"({plural(len(wrong), 'such trace')}); --drop-nonfinite leaves them out"
-        )

@@ -19,6 +19,8 @@ from tests.helpers import (
     write_store,
 )
 from tracestore.errors import InvalidInputError, UsageError
+from tracestore.evaluation.nonfinite import drop_nonfinite
+from tracestore.evaluation.store_split import make_split
 from tracestore.store.format import schema
 from tracestore.store.maintain.merge import merge_stores
 from tracestore.store.maintain.transfer import Transfer
@@ -168,6 +170,22 @@ def test_a_line_of_blanks_is_an_id(tmp_path):
     assert list(tracestore.open(tmp_path / "some.zarr").question_ids) == ids[:2]
     (tmp_path / "ids").write_text("a\n \n")
     assert "no such id" in cli("subset", store, tmp_path / "x.zarr", "--ids", tmp_path / "ids", check=2).stderr
+
+
+def test_a_subset_by_split_has_the_split_of_training_without_nonfinite_traces(tmp_path):
+    traces = [make_trace(k) for k in range(24)]
+    traces[3]["hidden_states"][0][0, 0] = np.nan
+    store = write_store(tmp_path / "s.zarr", traces, label=lambda k: k % 2)
+    text = cli("subset", store, tmp_path / "test.zarr", "--split", "test", check=2).stderr
+    assert "the trace of question 'q3' holds NaN" in text and "--drop-nonfinite leaves them out" in text
+    done = cli("subset", store, tmp_path / "test.zarr", "--split", "test", "--drop-nonfinite")
+    assert "--drop-nonfinite: 1 trace with NaN or infinite values left out: q3" in done.stdout
+    opened = tracestore.open(store)
+    targets, _ = drop_nonfinite(opened, opened.targets(0.5))
+    expected = make_split(opened, targets, 42).question_ids["test"]
+    assert sorted(tracestore.open(tmp_path / "test.zarr").question_ids) == sorted(expected)
+    wrong = cli("subset", store, tmp_path / "x.zarr", "--segments", "0", "--drop-nonfinite", check=2).stderr
+    assert "--drop-nonfinite is an option of --split" in wrong
 
 
 @pytest.mark.long

@@ -30,6 +30,8 @@ def add_arguments(parser: Parser) -> None:
     chosen.add_argument("--segments", type=int_ranges, metavar="RANGES", help="segments, such as 0-3,7")
     add_score(parser)
     parser.add_argument("--seed", type=int, default=42, help="seed of --split")
+    text = "leave traces with NaN or infinite values out of --split, as train with this option does"
+    parser.add_argument("--drop-nonfinite", action="store_true", help=text)
     add_destination(parser)
 
 
@@ -38,7 +40,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
 
     def copy(**options: Any) -> MergeReport:
         with tracestore.open(args.store, score=args.score) as store:
-            indices = _chosen_indices(store, args)
+            indices = _chosen_indices(store, args, output)
             if args.split is not None and not args.overwrite:
                 _check_same_split(store.question_ids.take(indices), args.dst)
         return merge_stores([args.store], args.dst, chosen=[indices], **options)
@@ -60,11 +62,21 @@ def _check_same_split(ids: Iterable[str], destination: str | Path) -> None:
         )
 
 
-def _chosen_indices(store: tracestore.TraceStore, args: argparse.Namespace) -> np.ndarray:
+def _chosen_indices(store: tracestore.TraceStore, args: argparse.Namespace, output: Output) -> np.ndarray:
+    if args.drop_nonfinite and args.split is None:
+        raise UsageError("--drop-nonfinite is an option of --split")
     if args.ids is not None:
         return np.sort(store[read_ids(args.ids)].indices)
     if args.segments is not None:
         return indices_of_segments(store, args.segments)
+    from tracestore.evaluation.nonfinite import check_finite, describe_dropped, drop_nonfinite
     from tracestore.evaluation.store_split import make_split
 
-    return make_split(store, store.targets(args.score_threshold), args.seed).indices[args.split]
+    targets = store.targets(args.score_threshold)
+    if args.drop_nonfinite:
+        targets, dropped = drop_nonfinite(store, targets)
+        output.info(describe_dropped(dropped))
+    split = make_split(store, targets, args.seed)
+    # Training refuses such traces: that without them has another split.
+    check_finite(store, np.concatenate(list(split.indices.values())))
+    return split.indices[args.split]
