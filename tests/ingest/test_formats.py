@@ -1,5 +1,7 @@
 """All input formats, pickle protocols and containers that libraries write, bit for bit."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,8 @@ def test_sequences_bit_for_bit(tmp_path, zip_format):
 def test_graphs_bit_for_bit(tmp_path, zip_format, reverse, labeled):
     traces = make_traces(5)
     graphs = [make_graphs(t, reverse=reverse) for t in traces]
+    for layer in itertools.chain(*graphs):
+        layer.numbers = torch.arange(3)
     value = {"graphs": graphs, "question_ids": [t["question_id"] for t in traces]}
     if labeled:
         value["labels"] = [0.0, 1.0, 0.0, 1.0, 1.0]
@@ -98,6 +102,7 @@ def test_graphs_bit_for_bit(tmp_path, zip_format, reverse, labeled):
                 np.testing.assert_array_equal(index, expected.numpy())
             assert weight.tobytes() == layer.edge_attr.numpy().tobytes()
         assert store[k].extras["filter_ratio"] == [layer.filter_ratio for layer in graphs[k]]
+        np.testing.assert_array_equal(store[k].extras["numbers"], [[0, 1, 2]] * len(graphs[k]))
         np.testing.assert_array_equal(store[k].last_token, np.stack(traces[k]["hidden_states"])[:, -1])
     assert np.isnan(store.labels).all() != labeled
     batch = next(iter(tracestore.TraceLoader(store, "graph", batch_size=5, shuffle="none")))

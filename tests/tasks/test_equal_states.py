@@ -26,7 +26,7 @@ def test_blocks_count_equal_states_as_their_traces_do(blocks):
         is_refused = False
         try:
             for states, name in found:
-                one.add(trace(states, name), None)
+                one.add_states(trace(states, name))
         except InvalidInputError:
             is_refused = True
         assert many.fits(block) != is_refused

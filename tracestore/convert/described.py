@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,12 +72,18 @@ class DescribedRun:
         for folder in {place for source in self.sources for path in source.files for place in path.parents[:2]}:
             find_export(folder)  # refuses an unfinished or damaged export
         self._directions = {n: d for part in parts for n, d in part.directions.items()}
-        self._fields = {score_of(n): (k, n) for k, n in reversed([*enumerate(self._directions)])}
         # A layout that is stated, proved or kept, and not built in, is kept in the store.
         own = [part for part in parts if part.kept_text is not None]
         self._has_own = bool(own)
         self._own = {name for part in own if part.layout is not None for name in part.layout.directions()}
         self.judgments = [name for name in JUDGMENTS if name in self._own]
+        # In the order in which a score of a new store is the default.
+        in_order = dict.fromkeys((*self.judgments, *self._directions))
+        self._fields = {score_of(n): (k, n) for k, n in reversed([*enumerate(in_order)])}
+        self._defined, self._known = set[str](), set[str]()  # in this run, and before
+        self._chosen = {
+            score_of(n) for part in parts if part.builtin for n in part.builtin.lines if n in self._directions
+        }
         self._counts_new = finds_layouts and not own
         self._stated: frozenset[str] = frozenset()  # what each trace of the open source has, or else it has none
         self._without_group: set[tuple[str, int]] = set()
@@ -157,19 +163,8 @@ class DescribedRun:
         what = None if source.described is None else source.described.what
         return known if what is None else replace(known or Provenance(), hidden_states_at=what)
 
-    def add(self, packed: PackedTrace, writer: StoreWriter) -> None:
-        """Count a trace by its states, and define its named scores that are stored at once.
-
-        Raises
-        ------
-        InvalidInputError
-            Rule 10b: the states are those of another id, and one name is marked as a copy of the other.
-        """
-        self._add_states(packed)
-        self._define_scores(dict.fromkeys(packed.record.scores, 0), writer)
-
     def fits(self, block: TraceBlock) -> bool:
-        """Return whether add() refuses no trace of a block."""
+        """Return whether add_states() refuses no trace of a block."""
         return not any(self._is_copy(*ids) for ids in self._equal(block)[1])
 
     def _equal(self, block: TraceBlock) -> tuple[dict[int, str], list[tuple[str, str]]]:
@@ -182,16 +177,17 @@ class DescribedRun:
         return first, [(first[states], name) for states, name in block.states if first[states] != name]
 
     def add_block(self, block: TraceBlock, writer: StoreWriter) -> None:
-        """Do add() for each trace of a block for which fits() is true."""
+        """Do add_states() and define_scores() for each trace of a block for which fits() is true."""
         first, equal = self._equal(block)
         self._ids_of_states |= first
         self.num_equal += len(equal)
-        self._define_scores(block.first_scores(), writer)
+        self.define_scores(block.score_names(), writer)
 
-    def _define_scores(self, first: Mapping[str, int], writer: StoreWriter) -> None:
-        """Define scores by the first trace that has them; of those of one trace, the first line gives the default score."""
-        for _, _, field in sorted((first[name], *self._fields[name]) for name in first.keys() & self._fields.keys()):
-            self._define(writer, field)
+    def define_scores(self, names: Iterable[str], writer: StoreWriter) -> None:
+        """Define named scores of traces that are stored at once."""
+        for name in names:
+            if name in self._fields:
+                self._define(writer, self._fields[name][1])
 
     def added_block(self, block: TraceBlock) -> None:
         """Do added() for each trace of a block, all of which are new."""
@@ -263,7 +259,7 @@ class DescribedRun:
             if loses and GROUP in self._stated:
                 self._without_group.add(key)
 
-    def _add_states(self, packed: PackedTrace) -> None:
+    def add_states(self, packed: PackedTrace) -> None:
         """Rule 10b: refuse the states of another id, of which one is marked as a copy of the other; count other copies."""
         if "hidden_states" not in packed.crcs:
             return
@@ -287,7 +283,7 @@ class DescribedRun:
         """Define the scores of tables in the store; UsageError if it cannot keep the layouts."""
         for text in self._new_layouts(writer):
             writer.attributes.with_layout(text)
-        # The first score of a store is its default.
+        self._known = writer.attributes.scores.keys() - self._defined
         for name in (*self.judgments, *self._directions):
             if name in self._deferred_scores or name in self.judgments:
                 self._define(writer, name)
@@ -303,9 +299,11 @@ class DescribedRun:
             writer.keep_layout(text)
 
     def _define(self, writer: StoreWriter, name: str) -> None:
-        direction, stored = self._directions[name], writer.attributes.scores.get(score_of(name))
-        if name != LABEL and (stored is None or stored.direction != direction):
-            writer.define_score(score_of(name), ScoreField(direction, origin_of(name)))
+        score, direction, known = score_of(name), self._directions[name], writer.attributes
+        if name != LABEL and (score not in known.scores or known.scores[score].direction != direction):
+            precedes = known.default_score in self._defined and self._fields[score] < self._fields[known.default_score]
+            writer.define_score(score, ScoreField(direction, origin_of(name)), is_default=precedes)
+            self._defined.add(score)
 
     def commit(self, writer: StoreWriter) -> None:
         """Commit the sources so far; they are open if labels of theirs are stored at the end."""
@@ -319,6 +317,8 @@ class DescribedRun:
             if execution.account.is_read and self._needs_equal(execution):
                 raise InvalidInputError("no trace has the states of another one; remove it", field="duplicates")
             yield from execution.close(has_trace)
+        for name in self._chosen - self._defined - self._known if self._num_traces else ():
+            raise InvalidInputError("found in no trace: spelled otherwise?", field=f"--score-column {name}")
 
     def release(self) -> None:
         """Close the files that were looked at, if another process reads them."""

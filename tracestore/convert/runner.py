@@ -525,6 +525,7 @@ class Conversion:
             is_conflict = writer.keys.num_conflicts > conflicts
             # A trace that keep-first leaves out gives no values; one whose label alone differs may still add states.
             if is_new or not is_conflict or self._options.on_conflict == "keep-last":
+                self.scoring.define(writer, record)
                 self.described.added(
                     record,
                     is_new=is_new,

@@ -107,12 +107,12 @@ class Scoring:
         self._export = source.export.facts if source.export is not None and source.export.has_values else None
 
     def values(self, writer: StoreWriter, packed: PackedTrace) -> tuple[Mapping[str, float], str]:
-        """Return the named scores and the group of a trace; its scores are defined in the store."""
+        """Return the named scores and the group of a trace."""
         record = packed.record
         if self._export is not None:
             self._define_scores(writer, self._export)
             return record.scores, record.group
-        self._described.add(packed, writer)
+        self._described.add_states(packed)
         if self.file is None:
             return record.scores, record.group
         self.set_label(packed)
@@ -132,6 +132,11 @@ class Scoring:
         if math.isnan(row.score):
             self._count_unscored(packed)
         return {**record.scores, self.file.name: row.score}, group
+
+    def define(self, writer: StoreWriter, record: TraceRecord) -> None:
+        """Define the scores of a trace that is stored."""
+        if self._export is None:
+            self._described.define_scores(record.scores, writer)
 
     def _group(self, record: TraceRecord, row: ScoreRow) -> str:
         """Return the group of a trace with a row of the file, whose groups replace those inside of built-in layouts."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, OnRefused, error_location
-from tracestore.ingest.execute.values import describe, plain_of
+from tracestore.ingest.execute.values import array_of, describe, plain_of
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, Value
 from tracestore.store.io.scratch import Scratch
@@ -106,7 +106,7 @@ def _graph_record(layers: Value) -> TraceRecord:
                 continue
             if not isinstance(name, str):
                 raise field_error(where, "a key that is not a string", "the fields of a PyG Data")
-            extras.setdefault(name, [None] * layers.length)[k] = plain_of(layer[name], Array.read)
+            extras.setdefault(name, [None] * layers.length)[k] = plain_of(layer[name], array_of)
     hidden, edges = layers_of(hidden, "graphs", 2, "(S, D)"), edges_of(edges, len(hidden))
     return TraceRecord(question_id="", hidden=hidden, edges=edges, edges_reversed=None, extras=extras, dropped=[])
 

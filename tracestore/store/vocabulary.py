@@ -195,6 +195,10 @@ _QUESTION_ID = re.compile(
     re.IGNORECASE,
 )
 
+# Texts that are no numbers have a letter; these words stand for numbers, and for none.
+_TEXT = re.compile(r"[^\W\d_]")
+_NUMBER_TEXT = re.compile(r"\s*([-+]?(inf(inity)?|[\d.]+e[-+]?\d+)|nan|none|null|n/?a|missing)\s*", re.IGNORECASE)
+
 # Words of judges: whether the answer is correct; and those whose meaning is that of the name.
 WORDS = {
     **dict.fromkeys(("correct", "right", "accurate", "truthful", "factual", "faithful", "supported", "grounded"), True),
@@ -329,7 +333,8 @@ def is_verdict(value: Any) -> bool:
 def is_other_value(name: str, value: Any) -> bool:
     """Return whether a value under the name of a score is one of a data set, such as the text of a correct answer."""
     field = FIELDS.get(name)
-    is_other = isinstance(value, str | list | tuple | Mapping) or getattr(value, "ndim", 0) > 0
+    is_text = isinstance(value, str) and _TEXT.search(value) is not None and _NUMBER_TEXT.fullmatch(value) is None
+    is_other = is_text or isinstance(value, list | tuple | Mapping) or getattr(value, "ndim", 0) > 0
     return is_other and field is not None and field.may_be_other and not is_verdict(value)
 
 

@@ -348,6 +348,84 @@ def test_a_chosen_score_has_the_chosen_direction(tmp_path, column, direction):
     assert verify_store(tmp_path / "s.zarr").damaged == {}
 
 
+FIRST_WITHOUT = {
+    "a chosen score": (("--score-column", "quality", "--score-direction", "hallucination"), "quality"),
+    "a judgment": ((), "is_correct"),
+}
+
+
+@pytest.mark.parametrize("case", FIRST_WITHOUT)
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_the_default_score_does_not_depend_on_the_order_of_the_traces(tmp_path, case, num_files):
+    words, name = FIRST_WITHOUT[case]
+    traces = [make_trace(0) | {"em": 1, name: None}, make_trace(1) | {"em": 0, name: 1}]
+    for order, found in enumerate((traces, traces[::-1])):
+        folder = tmp_path / str(order)
+        for k in range(num_files):
+            write_pickle(folder / f"{k}.pkl", found if num_files == 1 else [found[k]])
+        convert(folder, tmp_path / f"{order}.zarr", *words)
+        store = tracestore.open(tmp_path / f"{order}.zarr")
+        assert store.score_name == name
+        assert np.isnan(store.targets()).sum() == 1
+
+
+def test_a_chosen_score_that_no_trace_has_is_refused(tmp_path):
+    write_pickle(tmp_path / "t.pkl", [make_trace(k) | {"em": k} for k in range(2)])
+    words = ("--score-column", "qualty", "--score-direction", "correct")
+    text = error_of("convert", tmp_path / "t.pkl", tmp_path / "s.zarr", *words, code=3)
+    assert "--score-column qualty: found in no trace" in text
+    convert(tmp_path / "t.pkl", tmp_path / "s.zarr", "--score-column", "em")
+    write_pickle(tmp_path / "u.pkl", [make_trace(7)])
+    convert(tmp_path / "u.pkl", tmp_path / "s.zarr", "--score-column", "em")
+
+
+def test_a_score_of_a_refused_trace_is_not_the_default(tmp_path):
+    copy = make_trace(0) | {"score": 1, "hidden_states": make_trace(7)["hidden_states"]}
+    write_pickle(tmp_path / "t.pkl", [make_trace(0), copy, *(make_trace(k) | {"bleurt": k % 2} for k in (1, 2))])
+    convert(tmp_path / "t.pkl", tmp_path / "s.zarr", "--skip-bad")
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert store.score_name == "bleurt" and store.score_fields.keys() == {"bleurt"}
+
+
+WRONG_SCORES = [
+    *({"bleurt": text} for text in ("0.3", " 1 ", "nan", "1e5", "55%", "-inf", "n/a", "")),
+    {"scores": {"label": 1}},
+    {"scores": {"em": "0.3"}},
+    {"scores": {"em": [1]}, "em": 1},
+    {"em": 10**400},
+    {"label": 1, "label ": 0},
+]
+
+
+@pytest.mark.parametrize("changes", WRONG_SCORES, ids=lambda v: str(v)[:40])
+def test_scores_of_a_wrong_kind_are_refused_before_anything_is_stored(tmp_path, changes):
+    with pytest.raises((InvalidInputError, UsageError)):
+        appended(tmp_path / "c.zarr", make_trace(0) | changes)
+    write_pickle(tmp_path / "t.pkl", [make_trace(0) | {"em": 0}])
+    convert(tmp_path / "t.pkl", tmp_path / "s.zarr")
+    write_pickle(tmp_path / "u.pkl", [make_trace(1) | changes, make_trace(2)])
+    error_of("convert", tmp_path / "u.pkl", tmp_path / "s.zarr", code=3)
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 1 and verify_store(tmp_path / "s.zarr").damaged == {}
+
+
+@pytest.mark.parametrize("value", ["0.3", "Paris", [0.1, 0.2], (1,), {"a": 1}, np.array([0.5]), b"1", "n/a"], ids=str)
+@pytest.mark.parametrize("column", ["em", "quality"])
+def test_a_chosen_score_is_read_or_refused(tmp_path, column, value):
+    write_pickle(tmp_path / "t.pkl", [make_trace(k) | {column: value, "f1": 0.5} for k in range(2)])
+    words = ("--score-column", column, "--score-direction", "correct")
+    done = convert(tmp_path / "t.pkl", tmp_path / "s.zarr", *words, check=None)
+    assert "TypeError" not in done.stderr and done.returncode in (0, 3)
+    if done.returncode == 0:
+        assert value == "0.3" and tracestore.open(tmp_path / "s.zarr")[0].scores[column] == 0.3
+
+
+@pytest.mark.parametrize("value", [{1: "a", "1": "b"}, {True: "x", "True": "y"}, {"a": {2: [3]}}], ids=str)
+def test_keys_of_dicts_in_extras_stay_as_they_are(tmp_path, value):
+    trace = make_trace(0) | {"correct": value}
+    mine, _ = appended(tmp_path / "s.zarr", trace)
+    assert converted(tmp_path, trace).extras == mine.extras == {"correct": value}
+
+
 # Values under names of scores: those of scores, and others that data sets have there.
 VALUES = (
     0,

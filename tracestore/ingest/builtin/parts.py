@@ -92,7 +92,8 @@ class Part:
             check, self.origin = self._checked, f"built-in layout {self.builtin.name}"
         if self.layout is not None:
             plan = plan_of(self.layout) if self.builtin is None else self.builtin.plan
-            known = (self.builtin or self.layout).settings
+            own = self.builtin
+            known = self.layout.settings if own is None else {*own.settings, *own.lines}
             self.execution = Execution(
                 plan, self.files, self.owned, check, has_scores_file=self.has_scores_file, known=known, looks=looks
             )

@@ -13,6 +13,7 @@ from tracestore.ingest.execute.arrays import check_ids, check_no_padding, is_of_
 from tracestore.ingest.execute.axes import read, read_block
 from tracestore.ingest.execute.records import RecordMaker
 from tracestore.ingest.execute.values import (
+    array_of,
     check_spans,
     describe,
     json_value,
@@ -242,10 +243,8 @@ class DirectReader:
         for key, place, _, _, node in keys:
             value = item[key]
             node.is_found |= value is not None
-            plain = (
-                value if value is None or isinstance(value, _EXTRAS) else plain_of(value, lambda array: array.read())
-            )
-            yield place.name, plain, False
+            is_plain = value is None or isinstance(value, _EXTRAS)
+            yield place.name, value if is_plain else plain_of(value, array_of, lambda key: key), False
 
 
 def _layer_arrays(value: Any, place: Place) -> list[np.ndarray]:

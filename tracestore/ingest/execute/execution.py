@@ -52,7 +52,7 @@ class Execution:
     has_scores_file : bool
         Whether a scores file replaces the labels and scores in the items of traces, which then become extras.
     known : collection of str
-        The names of the settings that a user states.
+        The names of the settings, and of the fields of a built-in layout, that a user states.
     looks : FirstLooks, optional
         Files that are still open because they were looked at.
 
@@ -86,7 +86,9 @@ class Execution:
         self.groups, self.tables = group_files(self.plan, self._claimed)
         self._step = direct_step(self.plan)
         is_of_schema = self._step is not False and not self._is_stated
-        self._maker = partial(RecordMaker, plan, has_scores_file=has_scores_file, is_of_schema=is_of_schema)
+        self._maker = partial(
+            RecordMaker, plan, has_scores_file=has_scores_file, is_of_schema=is_of_schema, stated=known
+        )
         self._numbers = {group.name: k for k, group in enumerate(self.groups)}
         self._file_keys = FileKeys(self.plan, self.groups)
         self._looks = looks or FirstLooks()

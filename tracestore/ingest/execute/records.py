@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from tracestore.ingest.execute.values import (
     id_text,
     key_text,
     number_of,
-    one_value,
     typed_value,
     verdict_value,
 )
@@ -57,12 +56,21 @@ class RecordMaker:
         Whether a scores file replaces the labels and scores of the source, which then are extras.
     is_of_schema : bool
         Whether the keys are those of the schema: labels and scores have the values that `create` takes.
+    stated : collection of str
+        Of the fields of a built-in layout, those that the user names.
     """
 
     def __init__(
-        self, plan: Plan, source_name: str, need_attention: bool | None, *, has_scores_file: bool, is_of_schema: bool
+        self,
+        plan: Plan,
+        source_name: str,
+        need_attention: bool | None,
+        *,
+        has_scores_file: bool,
+        is_of_schema: bool,
+        stated: Collection[str] = (),
     ) -> None:
-        self._has_scores_file = has_scores_file
+        self._has_scores_file, self._stated = has_scores_file, stated
         self.plan, self.settings, self.need_attention = plan, plan.layout.settings, need_attention
         self._source, self._states = source_name, plan.layout.states
         words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
@@ -141,18 +149,19 @@ class RecordMaker:
             if self._has_scores_file and not is_of_table:
                 record.extras |= {} if value is None else {score_of(name): value}
                 continue
-            if self._words is None and is_other_value(score_of(name), value):
+            if self._words is None and name not in self._stated and is_other_value(score_of(name), value):
                 record.extras[score_of(name)] = value
                 continue
-            value = value if self._words is None else one_value(value, name)
             direction = self.plan.layout.rule(name).direction or ""
             found[name] = number = verdict_value(value, name, direction, self._words)
             if math.isnan(number):
                 continue
             if is_of_table:
                 record.deferred_scores[name] = number
-            elif name == "label":
+            elif name == "label" and record.label in (None, number):
                 record.label = number
+            elif name == "label":
+                raise InvalidInputError(f"found {record.label:g} and {number:g}, expected one label", field="label")
             elif record.scores.setdefault(score_of(name), number) != number:
                 raise InvalidInputError(
                     f"found {number:g}, expected {record.scores[score_of(name)]:g} as in scores", field=score_of(name)

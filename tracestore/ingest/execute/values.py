@@ -161,13 +161,22 @@ def list_value(text: str, axis: str, field: str, source: str) -> Items:
     return value
 
 
-def plain_of(value: Value, of_array: Callable[[Array], Any] = lambda array: array.read().tolist()) -> Any:
-    """Return a value as lists, dicts, texts and numbers; `of_array` returns what stands for an array."""
+def plain_of(
+    value: Value,
+    of_array: Callable[[Array], Any] = lambda array: array.read().tolist(),
+    of_key: Callable[[Any], Any] = str,
+) -> Any:
+    """Return a value as lists, dicts, texts and numbers; `of_array` returns what stands for an array, `of_key` for a key."""
     if isinstance(value, Group):
-        return {str(key): plain_of(value[key], of_array) for key in value}
+        return {of_key(key): plain_of(value[key], of_array, of_key) for key in value}
     if isinstance(value, Items):
-        return [plain_of(item, of_array) for item in value]
+        return [plain_of(item, of_array, of_key) for item in value]
     return of_array(value) if isinstance(value, Array) else value
+
+
+def array_of(array: Array) -> np.ndarray:
+    """Return the numbers of an array of the tree."""
+    return array.read()
 
 
 def one_value(value: Value, name: str) -> Any:
@@ -221,6 +230,7 @@ def verdict_value(value: Any, name: str, direction: str, words: Mapping[str, boo
         of_schema = field_values.label_value if name == "label" else field_values.score_value
         known = None if value is None else of_schema(value, score)
         return math.nan if known is None else known
+    value = one_value(value, name)
     return label_value(value, name, direction, words or {}) if name in LABELS else score_value(value, name)
 
 

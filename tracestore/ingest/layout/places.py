@@ -172,8 +172,8 @@ class Plan:
 
     @cached_property
     def scores(self) -> set[str]:
-        """The names of the scores whose direction the layout states."""
-        return {score_of(name) for name in self.layout.known_directions()}
+        """The names of the scores whose direction is known."""
+        return {score_of(name) for name in self.layout.known_directions() if name != "label"}
 
     @property
     def left_out(self) -> list[Address]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tracestore._core.kernels import crc32c
-from tracestore.errors import CorruptStoreError
+from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
@@ -293,6 +293,8 @@ def _write_columns(
         scored, labeled = joined.num_scored(name), joined.num_labeled
     else:
         scored, labeled = old.num_scored + new.num_scored(name), old.num_labeled + new.num_labeled
+    if undefined := sorted(joined.scores.keys() - attributes.scores.keys()):  # no reader could open the store
+        raise UsageError(f"the score {undefined[0]!r} is not defined")
     if len(joined) == 0:
         return tuple(refs), scored, labeled
     facts = {"tracestore": {"first_trace": first, "num_traces": len(joined)}}

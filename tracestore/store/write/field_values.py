@@ -133,7 +133,10 @@ def _number(value: Any) -> float | None:
     array = as_array(value)
     if array is not None and array.ndim == 0:
         value = schema.as_float32(array.view("<u2"), "bfloat16") if array.dtype == schema.BFLOAT16 else array[()]
-    return float(value) if isinstance(value, int | float | np.number | np.bool_) else None
+    try:
+        return float(value) if isinstance(value, int | float | np.number | np.bool_) else None
+    except OverflowError:  # an integer
+        return math.inf
 
 
 def label_value(value: Any, name: str) -> float | None:

@@ -166,11 +166,10 @@ class TraceBlock:
         values = np.where(self.has_value, self.values, np.nan)
         return {name: values[:, k] for k, (name, is_deferred) in enumerate(self.names, 1) if not is_deferred}
 
-    def first_scores(self) -> dict[str, int]:
-        """Return the first trace with each score that is stored at once, by the names of the scores."""
-        first, has = self.has_value.argmax(axis=0), self.has_value.sum(axis=0)
-        names = enumerate(self.names, 1)
-        return {name: int(first[k]) for k, (name, is_deferred) in names if has[k] and not is_deferred}
+    def score_names(self) -> list[str]:
+        """Return the names of the scores of the traces that are stored at once."""
+        has = self.has_value.sum(axis=0)
+        return [name for k, (name, is_deferred) in enumerate(self.names, 1) if has[k] and not is_deferred]
 
     def locations(self, source: int) -> dict[str, np.ndarray]:
         """Return the columns of manifest.TRACE_COLUMNS, for the source of that number."""
