@@ -199,8 +199,8 @@ def test_tasks_refuse_what_convert_refuses(tmp_path, case):
     assert str(found.value) in expected and found.value.exit_code == 3
 
 
-def test_the_first_score_of_the_traces_of_a_task_is_the_default_one(tmp_path, monkeypatch):
-    """The first source has the score z alone, the second one a; both are in one receipt."""
+def test_the_score_of_the_first_line_is_the_default_one_of_a_task(tmp_path, monkeypatch):
+    """The first source has the score z alone, the second one a, whose line is the first; both are in one receipt."""
     monkeypatch.undo()
     (tmp_path / "data").mkdir()
     for number in range(2):
@@ -217,7 +217,7 @@ def test_the_first_score_of_the_traces_of_a_task_is_the_default_one(tmp_path, mo
     commit_tasks([task])
     assert files_of(tmp_path / "s.zarr") == files_of(tmp_path / "one.zarr")
     with tracestore.open(tmp_path / "s.zarr") as store:
-        assert store.internals.attributes.default_score == "z"
+        assert store.internals.attributes.default_score == "a"
 
 
 def test_files_that_are_added_are_read_by_the_layout_that_the_store_keeps(tmp_path):
