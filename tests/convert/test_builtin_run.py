@@ -95,6 +95,21 @@ def test_a_score_column_inside_the_traces(tmp_path, folder, direction):
     assert store.scores.tolist() == [0.25] * 3 and store.score_direction == direction
 
 
+@pytest.mark.parametrize("name", ["a/b", "a, b", "r*", "[0]", "@r", "{r}", "r\\s", "judge score"])
+def test_columns_are_names_and_no_patterns(tmp_path, folder, name):
+    others = {"rs": 0.5, "b": 0.5}
+    more = ({name: 0.25} | others, {f"id {name}": "x"} | others)
+    for file, values in zip("ab", more, strict=True):
+        write_pickle(folder / f"{file}.pkl", [make_traces(1)[0] | {"question_id": file} | values])
+    chosen = "--score-column", name, "--score-direction", "correct"
+
+    convert(folder / "a.pkl", tmp_path / "a.zarr", *chosen)
+    convert(folder / "b.pkl", tmp_path / "b.zarr", "--id-column", f"id {name}")
+
+    assert tracestore.open(tmp_path / "a.zarr").scores.tolist() == [0.25]
+    assert tracestore.open(tmp_path / "b.zarr").question_ids == ["x"]
+
+
 def test_an_id_column_inside_the_traces(tmp_path, folder):
     traces = [
         {k: v for k, v in t.items() if k != "question_id"} | {"my_id": f"x{n}"} for n, t in enumerate(make_traces(3))

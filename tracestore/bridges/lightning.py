@@ -86,7 +86,7 @@ class TraceDataModule(LightningDataModule):
     seed : int
         Seed of the split and of the order.
     score_threshold : float, optional
-        Score below which a trace counts as a hallucination, or above which in a store of
+        Score below which a trace counts as a hallucination, or from which on in a store of
         hallucination scores. A stored label takes precedence. Default: 0.5, for scores in [0, 1];
         others need a threshold.
     **options

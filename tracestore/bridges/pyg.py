@@ -28,7 +28,7 @@ class TraceGraphs(Dataset):
     layer : int, optional
         Only this layer. Negative numbers count from the last layer.
     score_threshold : float, optional
-        Score below which a trace counts as a hallucination, or above which in a store of
+        Score below which a trace counts as a hallucination, or from which on in a store of
         hallucination scores. A stored label takes precedence. Default: 0.5, for scores in [0, 1];
         others need a threshold.
     attention_threshold : float

@@ -17,7 +17,8 @@ from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
 from tracestore.ingest.builtin.parts import Part, builtin_parts, exported_sources, files_of
 from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.layout.language import Layout, parse_layout, read_layout
-from tracestore.ingest.score_files import FoundFiles, direction_of, find_score_files, scores_advice
+from tracestore.ingest.layout.patterns import literal_key
+from tracestore.ingest.score_files import FoundFiles, direction_of, find_score_files, score_name, scores_advice
 from tracestore.ingest.source_reading import read_traces
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import HALLUCINATION
@@ -137,7 +138,7 @@ def _lines(options: ConvertOptions, found: FoundFiles) -> dict[str, str]:
     """
     if found.scores:
         return {}
-    lines = {} if options.id_column is None else {"question_id": options.id_column}
+    lines = {} if options.id_column is None else {"question_id": literal_key(options.id_column)}
     if options.score_column is not None:
         direction = options.score_direction or direction_of(options.score_column)
         if options.score_column in JUDGMENTS and direction != SCORES[options.score_column]:
@@ -145,7 +146,7 @@ def _lines(options: ConvertOptions, found: FoundFiles) -> dict[str, str]:
                 f"--score-column {options.score_column}: 1 means the opposite under this name; a layout names it otherwise"
             )
         name = "hallucination" if direction == HALLUCINATION else "correctness"
-        lines[f"{name}.{options.score_column}"] = options.score_column
+        lines[f"{name}.{score_name(options.score_column)}"] = literal_key(options.score_column)
     return lines
 
 

@@ -86,7 +86,7 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
         Traces, or tokens in view "tokens", of an epoch, over all ranks; by default as many as there are.
         The next epoch continues where this one ends.
     score_threshold : float, optional
-        Score below which a trace counts as a hallucination, or above which in a store of
+        Score below which a trace counts as a hallucination, or from which on in a store of
         hallucination scores. A stored label takes precedence. Default: 0.5, for scores in [0, 1];
         others need a threshold.
     targets : ndarray, shape (N,), optional

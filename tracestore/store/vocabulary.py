@@ -324,7 +324,10 @@ def is_verdict(value: Any) -> bool:
     if isinstance(value, str):
         return score_of_word(value, CORRECT) is not None
     if getattr(value, "ndim", None) is not None:
-        value = value.tolist()
+        try:
+            value = value.tolist()
+        except RuntimeError:  # a sparse tensor of torch, or one without values
+            return False
     if isinstance(value, list | tuple):
         return bool(value) and all(type(item) in (int, bool) and item in (-1, 0, 1) for item in value)
     return isinstance(value, int | float)

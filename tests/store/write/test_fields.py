@@ -743,7 +743,7 @@ def unreadable(kind, array):
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["hidden_states", "layers", "rows", "rows of heads", "last_token", "tokens", "attention_mask", "token_entropy",
-                                  "label", "score", "prompt_length", "an extra"])  # fmt: skip
+                                  "label", "score", "correct", "prompt_length", "an extra"])  # fmt: skip
 def test_arrays_that_numpy_cannot_represent_are_refused(tmp_path, kind, name):
     """Also where a list holds them."""
     trace, field = make_trace(0, tokens=3), name

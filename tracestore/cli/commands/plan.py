@@ -19,7 +19,7 @@ from tracestore.words import format_size, parse_size
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    text = f"one of {', '.join(MODELS)} (default: all that the store has the data for)"
+    text = f"one of {', '.join(MODELS)} (default: those that train trains by default, if the store has the data)"
     parser.add_argument("--model", metavar="NAME", help=text)
     parser.add_argument(
         "--memory",

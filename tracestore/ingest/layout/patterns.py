@@ -20,6 +20,8 @@ NUMBER_NAMES = frozenset((*AXIS_NAMES, "chunk", "sample"))
 _TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:(?:(?P<end>-)|0(?P<width>\d\d?))?d)?\}|(?P<literal>[^{*\\]+)"
 _PATH_TOKEN, _KEY_TOKEN = (re.compile(_TOKEN % wild, re.DOTALL) for wild in (r"\*\*/?|\*", r"\*"))
 
+_SPECIAL = re.compile(r"[\\*{/,]|^[\[@]")
+
 
 class PatternPart(NamedTuple):
     """A part of a pattern: literal text, a name that binds text, or a wildcard."""
@@ -229,6 +231,11 @@ def _check_names(text: str, parts: list[PatternPart]) -> None:
 def is_name(text: str) -> bool:
     """Return whether a text can be the name of a bound value: letters, digits, `_` and `.`."""
     return bool(text) and text.replace(".", "_").isidentifier() and text.isascii()
+
+
+def literal_key(text: str) -> str:
+    """Return the step of a path that matches this key alone."""
+    return _SPECIAL.sub(r"\\\g<0>", text)
 
 
 def split_escaped(text: str, separator: str) -> list[str]:

@@ -105,7 +105,7 @@ class TraceCollection(ABC):
         Parameters
         ----------
         score_threshold : float, optional
-            Score below which a trace counts as a hallucination, or above which in a store of hallucination scores.
+            Score below which a trace counts as a hallucination, or from which on in a store of hallucination scores.
             Default: 0.5, for scores in [0, 1].
 
         Returns
@@ -272,7 +272,7 @@ class TraceCollection(ABC):
             Fractions of the questions, or of the groups, that add up to 1. If one is given, the others are 0 by
             default.
         score_threshold : float, optional
-            Score below which a trace counts as a hallucination, or above which in a store of hallucination scores. A
+            Score below which a trace counts as a hallucination, or from which on in a store of hallucination scores. A
             stored label takes precedence. Default: 0.5, for scores in [0, 1].
 
         Returns

@@ -1,1 +1,1 @@
-"""Stores on object storage and web servers; see docs/remote.md. Needs the extra [remote]."""
+"""Stores on object storage and web servers; see docs/remote.md. Object storage needs the extra [remote]."""
