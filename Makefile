@@ -101,14 +101,14 @@ check: install
 # from ATen's headers. isa0 sets limits of its own.
 LIMITS_1 := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default
 LIMITS_3 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
-PROCESSOR_TESTS := tests/core tests/detectors/test_precision.py \
+PROCESSOR_TESTS := tests/core tests/detectors/layers/test_precision.py \
 	$(addprefix tests/experiment/test_options.py::test_,accumulated_batches_equal_one_large_batch \
 	activation_checkpointing_changes_no_bit bfloat16_computes_and_keeps_float32_weights \
 	heads_and_layers_in_training_planning_and_prediction) \
 	tests/detectors/test_models.py tests/detectors/test_gine.py tests/planning/test_plan.py::test_options_of_training_are_measured \
 	'tests/train/test_resume.py::test_a_signal_ends_the_run_after_the_step_and_it_resumes[15]' \
 	--deselect tests/detectors/test_gine.py::test_compiled_equals_eager \
-	--deselect 'tests/detectors/test_precision.py::test_bfloat16_trains_and_scores_on_every_processor[isa0]'
+	--deselect 'tests/detectors/layers/test_precision.py::test_bfloat16_trains_and_scores_on_every_processor[isa0]'
 PROCESSOR_TARGETS := check-processors-1 check-processors-2 check-processors-3
 .PHONY: $(PROCESSOR_TARGETS)
 check-processors: $(PROCESSOR_TARGETS)

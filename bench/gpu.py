@@ -230,7 +230,7 @@ def make_trainer(model: str, device: str, work: Path, batch_size: int, repeats: 
     from benchmarks.common import SMALL, make_store
 
     import tracestore
-    from tracestore.detectors.model_config import ModelConfig
+    from tracestore.detectors.layers.model_config import ModelConfig
     from tracestore.evaluation.store_split import Split
     from tracestore.train.config import TrainConfig
     from tracestore.train.trainer import Trainer

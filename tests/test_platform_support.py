@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import ROOT
 from tracestore import platform_support
 from tracestore.cli import machine
-from tracestore.data import shared_memory
+from tracestore.data.batches import shared_memory
 from tracestore.store.io import fsio
 from tracestore.store.io.fsio import atomic_write
 from tracestore.store.io.scratch import Scratch

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 import tracestore
-from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.detectors.graph.padding import can_pad, to_padded
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.dropout import TraceMasks
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.models import detector_loss
 from tracestore.detectors.registry import make_model
 from tracestore.oom.guard import OOMGuard

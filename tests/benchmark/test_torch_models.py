@@ -7,7 +7,7 @@ import tracestore
 from tests.helpers import make_traces, write_store
 from tests.train.runs import write_labeled
 from tracestore.benchmark.run import _with_references
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS, make_detector
 from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.store_split import inner_bins, trace_keys

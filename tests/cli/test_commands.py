@@ -17,7 +17,7 @@ from tracestore.cli import COMMANDS
 from tracestore.cli.flags import option_names
 from tracestore.cli.help import OPTION_GROUPS
 from tracestore.convert.options import ConvertOptions
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.errors import UsageError
 from tracestore.experiment.train_options import TrainOptions
 from tracestore.extract.questions import FACTS

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 import tracestore
-from tests.data.batches import assert_same_batches
+from tests.data.expected_batches import assert_same_batches
 from tests.helpers import make_traces, write_store
 from tests.tiers import long
 from tracestore.data import datasets

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Subset, random_split
 
 import tracestore
 from tests.helpers import convert, make_trace, make_traces, write_pickle, write_store
-from tracestore.data.batch import SequenceBatch
+from tracestore.data.batches.batch import SequenceBatch
 from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

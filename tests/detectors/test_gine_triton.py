@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.detectors.kernels.interpreted import interpreted
+from tests.detectors.layers.interpreted import interpreted
 from tests.detectors.test_gine import FORMS, parameters, plain, sums
 from tracestore.detectors.graph import gine_cpu, gine_op
 from tracestore.detectors.graph.edges import Edges
 from tracestore.detectors.graph.gine_op import gine_linear
 from tracestore.detectors.graph.inputs import GraphInputs
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 
 pytestmark = pytest.mark.long
 

@@ -10,9 +10,9 @@ from torch_geometric.nn import BatchNorm, GINEConv, GraphNorm, LayerNorm, global
 from tests.helpers import make_traces, write_store
 from tracestore.data.loader import TraceLoader
 from tracestore.data.tokens.answers import answer_bounds
-from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.dropout import TraceMasks
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.models import detector_loss
 from tracestore.detectors.registry import MODELS, make_model
 from tracestore.errors import UsageError

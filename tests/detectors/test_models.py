@@ -12,9 +12,9 @@ import tracestore
 from tests.helpers import convert, make_graphs, make_trace, make_traces, write_store
 from tests.train.runs import select_layers
 from tracestore.data.loader import TraceLoader
-from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.dropout import TraceMasks
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.models import detector_loss
 from tracestore.detectors.registry import MODELS, make_model
 from tracestore.errors import MissingFieldError, UsageError

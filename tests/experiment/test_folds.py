@@ -11,7 +11,7 @@ import tracestore
 from tests.conftest import NUM_RESAMPLES
 from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import make_traces, run_cli, write_store
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import DEFAULT_MODELS
 from tracestore.errors import UsageError
 from tracestore.evaluation import metrics

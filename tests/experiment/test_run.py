@@ -205,7 +205,7 @@ def test_recovery_from_a_batch_that_cannot_be_gathered(labeled, tmp_path):
     """Caches are emptied and the same batch is gathered again, so the weights do not change."""
     code = (
         "import sys; from tracestore.cli import main\n"
-        "from tracestore.data.batch_jobs import BatchGatherer\n"
+        "from tracestore.data.batches.batch_jobs import BatchGatherer\n"
         "original, calls = BatchGatherer.job, [0]\n"
         "def gather(*a, **k):\n"
         "    calls[0] += 1\n"

@@ -9,7 +9,7 @@ from torch_geometric.nn import GINEConv
 
 import tracestore
 from tests.helpers import make_traces, write_store
-from tracestore.data.batch import GraphBatch, layer_graph_class, pyg_classes
+from tracestore.data.batches.batch import GraphBatch, layer_graph_class, pyg_classes
 from tracestore.detectors.graph.gine import PlainGINEConv
 from tracestore.errors import MissingExtraError
 from tracestore.oom import optimizers

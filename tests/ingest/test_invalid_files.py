@@ -317,7 +317,7 @@ REFUSE_ALL = """
 import gc, pathlib, sys
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Array, Group
+from tracestore.ingest.readers.tree import Array, Group
 
 def read(value):
     if isinstance(value, Array):

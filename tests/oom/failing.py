@@ -6,9 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.train.runs import select_layers
-from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.gine import GraphInputs
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.dropout import TraceMasks
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.models import detector_loss
 from tracestore.detectors.registry import MODELS, make_model
 from tracestore.oom.guard import OOMGuard

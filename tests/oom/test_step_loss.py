@@ -34,7 +34,7 @@ def test_the_parts_of_a_failed_attempt_do_not_count():
 
 def test_a_gpu_is_waited_for_when_the_loss_is_read():
     pytest.importorskip("triton", reason="Triton is not installed")
-    from tests.detectors.kernels.gpu_operations import Gpu
+    from tests.detectors.layers.gpu_operations import Gpu
 
     with Gpu() as gpu:
         model = torch.nn.Linear(3, 1).to("cuda")

@@ -8,7 +8,7 @@ import torch
 
 import tracestore
 from tests.helpers import command, make_traces, run_cli, write_store
-from tracestore.data.batch_format import BatchFormat
+from tracestore.data.batches.batch_format import BatchFormat
 from tracestore.data.epoch import EpochPlanner
 from tracestore.detectors.registry import DEFAULT_MODELS
 from tracestore.errors import UsageError

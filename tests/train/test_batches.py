@@ -11,7 +11,7 @@ import tracestore
 from tests.helpers import make_traces, write_store
 from tests.train.runs import select_layers
 from tracestore.data.loader import TraceLoader
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS, make_model
 from tracestore.oom.guard import OOMGuard
 from tracestore.store.read.batch_sources import chunk_keys

@@ -14,7 +14,7 @@ import tracestore
 from tests.helpers import command, error_of, make_traces, write_store
 from tests.machine import assert_within
 from tests.train.runs import FAST, ONLY, outcome, write_labeled
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.evaluation.store_split import Split
 from tracestore.train.config import TrainConfig, TrainState
 from tracestore.train.standardize import fit_standardizer

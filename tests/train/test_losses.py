@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tracestore
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.errors import TrainingError
 from tracestore.evaluation.store_split import Split
 from tracestore.train import trainer as module

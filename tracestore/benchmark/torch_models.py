@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from tracestore.detectors.interface import Detector
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS
 from tracestore.evaluation.store_split import Split, inner_bins
 from tracestore.inference.predict import TrainedDetector, load_detector, score_traces

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tracestore.data.batch_format import View
+from tracestore.data.batches.batch_format import View
 from tracestore.data.order import Shuffle
 from tracestore.errors import UsageError, explain_dtype
 from tracestore.extras import needs

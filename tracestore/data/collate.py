@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from tracestore.data.batch import SequenceBatch, layer_graph_class, pyg_classes
+from tracestore.data.batches.batch import SequenceBatch, layer_graph_class, pyg_classes
 from tracestore.data.epoch import rank_and_world_size
 from tracestore.data.order import EpochOrder, whole_number
 from tracestore.extras import needs

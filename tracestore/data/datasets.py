@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tracestore._core.blocks import MemoryPool
-from tracestore.data import shared_memory
-from tracestore.data.batch import BatchT, layer_graph_class
-from tracestore.data.batch_format import BatchFormat, Layers, Positions, View
-from tracestore.data.batch_jobs import BatchGatherer
-from tracestore.data.buffers import BatchBuffer, TorchBuffer
+from tracestore.data.batches import shared_memory
+from tracestore.data.batches.batch import BatchT, layer_graph_class
+from tracestore.data.batches.batch_format import BatchFormat, Layers, Positions, View
+from tracestore.data.batches.batch_jobs import BatchGatherer
+from tracestore.data.batches.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit

@@ -10,7 +10,7 @@ import numpy as np
 
 from tracestore._core.kernels import crc32c
 from tracestore.data import order
-from tracestore.data.batch_format import BatchFormat
+from tracestore.data.batches.batch_format import BatchFormat
 from tracestore.data.tokens.token_table import TokenTable
 from tracestore.errors import UsageError
 from tracestore.store.read.store import TraceStore

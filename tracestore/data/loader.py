@@ -12,9 +12,9 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import MemoryPool
-from tracestore.data.batch import BatchT
-from tracestore.data.batch_format import BatchFormat, EdgeFormat, EdgeMasks, Layers, LoaderHtml, Positions, View
-from tracestore.data.buffers import BatchBuffer, TorchBuffer
+from tracestore.data.batches.batch import BatchT
+from tracestore.data.batches.batch_format import BatchFormat, EdgeFormat, EdgeMasks, Layers, LoaderHtml, Positions, View
+from tracestore.data.batches.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike, open_for_batches
 from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import advise_block, cache_limit, plan_memory
@@ -166,7 +166,7 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
 
     For type checkers, name the class of the batches:
 
-    >>> from tracestore.data.batch import GraphBatch
+    >>> from tracestore.data.batches.batch import GraphBatch
     >>> graphs: tracestore.TraceLoader[GraphBatch]
     >>> graphs = tracestore.TraceLoader("store.zarr", "graph", as_pyg=False, dtype="float32")
     """

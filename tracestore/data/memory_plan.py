@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tracestore.data.batch_format import BatchFormat
-from tracestore.data.batch_jobs import BatchGatherer
+from tracestore.data.batches.batch_format import BatchFormat
+from tracestore.data.batches.batch_jobs import BatchGatherer
 from tracestore.data.epoch import EpochPlan, EpochPlanner, mean_trace_bytes
 from tracestore.errors import MemoryBudgetError
 from tracestore.process import ranks_here

@@ -17,8 +17,8 @@ from typing import Any, Self
 import numpy as np
 
 from tracestore._core.gather import PrefetchJob, ThreadPool
-from tracestore.data.batch_jobs import BatchGatherer, BatchJob
-from tracestore.data.buffers import Allocate, BatchBuffer
+from tracestore.data.batches.batch_jobs import BatchGatherer, BatchJob
+from tracestore.data.batches.buffers import Allocate, BatchBuffer
 from tracestore.errors import MemoryBudgetError
 
 # Threads that wait for the disk, and the bytes and batches that they may be ahead.

@@ -8,7 +8,7 @@ import torch
 
 import tracestore
 from tracestore.detectors.interface import answer_positions
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.models import DetectorModel
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.table import hashes

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tracestore.detectors.dropout import TraceDropout, TraceMasks, draw_noise
 from tracestore.detectors.graph.gine import GINE, mean_pool
 from tracestore.detectors.graph.graph_index import GraphIndex
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.detectors.graph.normalization import NORMALIZATIONS
-from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.readers import ENCODER_STREAM, NOISE_STREAM, Readers
+from tracestore.detectors.layers.dropout import TraceDropout, TraceMasks, draw_noise
+from tracestore.detectors.layers.model_config import ModelConfig
+from tracestore.detectors.layers.readers import ENCODER_STREAM, NOISE_STREAM, Readers
 
 AUXILIARY_WEIGHT = 0.1
 GNN_DROPOUT = 0.2

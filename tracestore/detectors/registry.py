@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
-from tracestore.data.batch_format import EdgeFormat, View
+from tracestore.data.batches.batch_format import EdgeFormat, View
 from tracestore.detectors.interface import Detector
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.store.read.store import TraceStore
 

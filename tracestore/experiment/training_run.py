@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from tracestore import console
-from tracestore.data.batch_format import BatchFormat
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.data.batches.batch_format import BatchFormat
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.evaluation.evaluate import RunScores

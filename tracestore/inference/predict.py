@@ -9,11 +9,11 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from tracestore.data.batch_format import BatchFormat
+from tracestore.data.batches.batch_format import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
 from tracestore.detectors.checkpoint_file import DETECTOR_VERSION, checked_hashes, count_seen
 from tracestore.detectors.interface import answer_positions
-from tracestore.detectors.model_config import ModelConfig, Precision
+from tracestore.detectors.layers.model_config import ModelConfig, Precision
 from tracestore.detectors.models import DetectorModel
 from tracestore.detectors.registry import MODELS, make_model
 from tracestore.detectors.saved import FittedDetector, check_shape, from_content

@@ -13,7 +13,7 @@ from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.exports import EXPORT_FILE
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Array, Group, Items, Value
+from tracestore.ingest.readers.tree import Array, Group, Items, Value
 from tracestore.store.format.labels import (
     CORRECT,
     DEFAULT_SCORE_NAME,

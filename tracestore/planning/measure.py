@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tracestore.data.epoch import BatchBy, trace_costs
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS, make_model
 from tracestore.errors import UsageError
 from tracestore.oom.guard import OOMGuard

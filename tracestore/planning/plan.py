@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.data.batch_format import BatchFormat, EdgeFormat, View
+from tracestore.data.batches.batch_format import BatchFormat, EdgeFormat, View
 from tracestore.data.epoch import EpochPlanner
 from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
 from tracestore.errors import MissingFieldError, UsageError

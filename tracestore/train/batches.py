@@ -10,16 +10,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from tracestore import process
-from tracestore.data.batch import GraphBatch, SequenceBatch
-from tracestore.data.batch_format import EdgeMasks
-from tracestore.data.buffers import copy_together
+from tracestore.data.batches.batch import GraphBatch, SequenceBatch
+from tracestore.data.batches.batch_format import EdgeMasks
+from tracestore.data.batches.buffers import copy_together
 from tracestore.data.loader import TraceLoader
 from tracestore.data.order import Shuffle, epoch_key
 from tracestore.data.tokens.answers import answer_bounds
-from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
 from tracestore.detectors.graph.padding import can_pad, to_padded
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.dropout import TraceMasks
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS
 from tracestore.oom.oom_errors import unless_out_of_memory
 from tracestore.store.read.store import TraceStore

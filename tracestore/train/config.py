@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from tracestore.console import float_where, int_between, option
 from tracestore.data.order import Shuffle
-from tracestore.detectors.model_config import Precision
+from tracestore.detectors.layers.model_config import Precision
 from tracestore.store.format.labels import THRESHOLD_HELP
 from tracestore.store.format.provenance import ALLOW_HELP
 

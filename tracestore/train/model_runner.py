@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tracestore.detectors.dropout import masks_on_device
 from tracestore.detectors.graph.gine import GINE, is_fused
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.dropout import masks_on_device
+from tracestore.detectors.layers.model_config import ModelConfig
+from tracestore.detectors.layers.precision import autocast_for
 from tracestore.detectors.models import DetectorModel, DetectorOutput, detector_loss
-from tracestore.detectors.precision import autocast_for
 from tracestore.errors import InsufficientMemoryError
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.oom_errors import is_out_of_memory

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from tracestore.data.batch_format import View
+from tracestore.data.batches.batch_format import View
 from tracestore.detectors.models import DetectorModel, Standardizer
 from tracestore.errors import TrainingError
 from tracestore.store.format import schema

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs
+from tracestore.detectors.layers.dropout import TraceMasks
 
 
 @dataclass

@@ -16,8 +16,8 @@ import torch
 from tracestore import console
 from tracestore.data.order import Shuffle
 from tracestore.detectors.checkpoint_file import detector_checkpoint, seen_hashes
-from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.precision import float32_layers
+from tracestore.detectors.layers.model_config import ModelConfig
+from tracestore.detectors.layers.precision import float32_layers
 from tracestore.detectors.registry import MODELS, make_model
 from tracestore.errors import (
     InsufficientMemoryError,

@@ -8,10 +8,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import tracestore
-from tests.data.batches import assert_same_batches
+from tests.data.expected_batches import assert_same_batches
 from tests.helpers import make_trace, write_store
 from tracestore._core.index import LocationTable
-from tracestore.data.batch_format import EdgeMasks
+from tracestore.data.batches.batch_format import EdgeMasks
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.maintain.merge import merge_stores
 

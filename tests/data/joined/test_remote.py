@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.data.batches import assert_same_batches
+from tests.data.expected_batches import assert_same_batches
 from tests.helpers import make_trace, write_store
 from tests.store.remote.conftest import local_store, remote, remote_store, server, uploaded, written
 from tracestore.store.maintain.merge import merge_stores

@@ -15,7 +15,7 @@ from tracestore.ingest.builtin.claiming import _matching, claim
 from tracestore.ingest.builtin.library import builtins, parse_builtin
 from tracestore.ingest.builtin.signature import Signature, facts_of
 from tracestore.ingest.layout.patterns import Pattern
-from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray, StreamItems
+from tracestore.ingest.readers.tree import ListItems, MappingGroup, NumpyArray, StreamItems
 from tracestore.store.format.schema import OPTIONAL_FIELDS
 
 RNG = np.random.default_rng(5)

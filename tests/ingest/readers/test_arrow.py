@@ -17,7 +17,7 @@ from tests.ingest.readers.trees import (
     refusal_of_convert,
 )
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Array, Group, Items, StreamItems
+from tracestore.ingest.readers.tree import Array, Group, Items, StreamItems
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

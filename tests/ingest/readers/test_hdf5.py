@@ -26,7 +26,7 @@ from tests.tiers import long
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.readers import hdf5, hdf5_process
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Array, Group, Items
+from tracestore.ingest.readers.tree import Array, Group, Items
 
 h5py = pytest.importorskip("h5py")
 STATES = np.arange(24, dtype="<f2").reshape(2, 3, 4)

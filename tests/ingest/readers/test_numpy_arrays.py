@@ -10,7 +10,7 @@ import pytest
 
 from tests.ingest.readers.trees import check_mutations, check_time, plain, read_tree, refusal, refusal_in_child
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Array, Items
+from tracestore.ingest.readers.tree import Array, Items
 
 RNG = np.random.default_rng(0)
 ARRAYS = {

@@ -17,7 +17,7 @@ from tests.malicious_inputs.files.corpus import malicious_files
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files import byte_source
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Array, Group, Items, StreamItems, as_array
+from tracestore.ingest.readers.tree import Array, Group, Items, StreamItems, as_array
 
 PACK = {".pkl": bytes, ".pkl.gz": gzip.compress, ".pkl.bz2": bz2.compress, ".pkl.xz": lzma.compress}
 RNG = np.random.default_rng(0)

@@ -10,7 +10,7 @@ import pytest
 from tests.ingest.readers.trees import check_mutations, check_time, plain, read_tree, refusal, refusal_in_child
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Group, Items, StreamItems, as_array
+from tracestore.ingest.readers.tree import Group, Items, StreamItems, as_array
 
 PACK = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 ROWS = [{"id": "q1", "h": [[1.5, 2], [3, 4]], "n": None, "b": True}, {"id": "q2", "h": [], "n": 3, "b": False}]

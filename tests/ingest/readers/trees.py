@@ -25,7 +25,7 @@ from tests.malicious_inputs.runner import in_fork
 from tracestore.cli import main
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Array, Group, Items, Value, as_array
+from tracestore.ingest.readers.tree import Array, Group, Items, Value, as_array
 from tracestore.process import frozen_garbage
 
 MAX_MEMORY_BYTES = 256 << 20

@@ -8,7 +8,7 @@ from typing import Any
 
 from tracestore.cli.flags import add_flags, add_num_threads, add_store, option_names, values
 from tracestore.console import Output, Parser
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS
 from tracestore.errors import UsageError
 from tracestore.platform_support import memory_use

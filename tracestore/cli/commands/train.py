@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from tracestore.cli.flags import add_flags, add_num_threads, add_stores, option_names, require_existing, values
 from tracestore.console import Output, Parser, Progress
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
 from tracestore.errors import RankFailedError, UsageError
 from tracestore.experiment.train_options import TrainOptions

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tracestore._core import gather
-from tracestore.data.batch import BatchLayout, TokenBatch
-from tracestore.data.batch_format import BatchFormat
-from tracestore.data.batch_jobs import BatchGatherer, BatchJob
+from tracestore.data.batches.batch import BatchLayout, TokenBatch
+from tracestore.data.batches.batch_format import BatchFormat
+from tracestore.data.batches.batch_jobs import BatchGatherer, BatchJob
 from tracestore.data.tokens.token_table import Tokens, TokenTable
 from tracestore.store.format.schema import dtype_code, storage_dtype
 from tracestore.store.read.array_reader import ArrayReader

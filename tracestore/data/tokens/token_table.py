@@ -9,7 +9,7 @@ import numpy as np
 
 from tracestore._core.gather import find_runs, sort_roughly
 from tracestore._core.kernels import crc32c
-from tracestore.data.batch_format import BatchFormat
+from tracestore.data.batches.batch_format import BatchFormat
 from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 from tracestore.store.format.schema import MAX_TOKENS
 from tracestore.store.read.batch_sources import GRAPH_ROW, GRAPH_SEGMENT, NUM_TOKENS, describe

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from tracestore.detectors.graph.gine_op import gine_linear
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.detectors.graph.self_check import fused_kernels_work
-from tracestore.detectors.model_config import FUSED_DEVICES, Aggregation, MessagePassing
+from tracestore.detectors.layers.model_config import FUSED_DEVICES, Aggregation, MessagePassing
 from tracestore.extras import needs
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tracestore.data.batch import TensorBatch
-from tracestore.detectors.model_config import ModelConfig, Pooling
+from tracestore.data.batches.batch import TensorBatch
+from tracestore.detectors.layers.model_config import ModelConfig, Pooling
 
 
 def _expand(begin: np.ndarray, count: np.ndarray) -> np.ndarray:

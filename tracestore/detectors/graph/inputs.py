@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from tracestore.data.batch import GraphBatch, TensorBatch
-from tracestore.data.buffers import copy_together
+from tracestore.data.batches.batch import GraphBatch, TensorBatch
+from tracestore.data.batches.buffers import copy_together
 from tracestore.detectors.graph.edges import Edges
 from tracestore.detectors.graph.graph_index import GraphIndex
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 
 
 def expand_ranges(begin: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

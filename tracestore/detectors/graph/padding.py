@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tracestore.data.buffers import copy_together
+from tracestore.data.batches.buffers import copy_together
 from tracestore.detectors.graph.gine_op import CHUNK_BYTES
 from tracestore.detectors.graph.inputs import GraphInputs
 

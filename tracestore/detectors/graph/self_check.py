@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tracestore.detectors.graph.inputs import GraphInputs
-from tracestore.detectors.precision import kernel_works
+from tracestore.detectors.layers.precision import kernel_works
 
 _TOLERANCE = 1e-3
 

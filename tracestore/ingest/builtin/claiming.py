@@ -10,7 +10,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.builtin.library import Builtin
 from tracestore.ingest.readers.looks import FirstLooks
 from tracestore.ingest.readers.opening import COMPRESSED
-from tracestore.ingest.tree import Value
+from tracestore.ingest.readers.tree import Value
 from tracestore.store.vocabulary import score_of_word
 
 # Of files whose names differ in numbers alone, this many are looked at; each file is checked again when it is read.

@@ -29,7 +29,7 @@ from tracestore.ingest.execute.values import describe, holds_array, named
 from tracestore.ingest.execute.walk import Bound, Cell, Node
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import Place, Plan
-from tracestore.ingest.tree import Group, Items, Value, as_array
+from tracestore.ingest.readers.tree import Group, Items, Value, as_array
 from tracestore.store.vocabulary import is_named_as_verdict, is_verdict
 from tracestore.store.write.record import TraceRecord
 

@@ -11,7 +11,7 @@ from tracestore.ingest.execute.traces import TraceCells, passes
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.addresses import KeyStep
 from tracestore.ingest.layout.places import Place
-from tracestore.ingest.tree import Items
+from tracestore.ingest.readers.tree import Items
 from tracestore.store.format import schema
 
 _TOLERANCE = 2e-2  # of a sum of weights in float16 or bfloat16

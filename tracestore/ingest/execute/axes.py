@@ -14,7 +14,7 @@ from tracestore.ingest.execute.values import array_value_of, describe, json_valu
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.tree import Array, Items, NumpyArray, Value, as_array
+from tracestore.ingest.readers.tree import Array, Items, NumpyArray, Value, as_array
 from tracestore.store.format import schema
 
 # The numbers of rows and columns that a trace takes of an axis: a position, or a slice of them.

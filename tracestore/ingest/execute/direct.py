@@ -26,7 +26,7 @@ from tracestore.ingest.execute.walk import Cell, Node, Walk
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
-from tracestore.ingest.tree import Group, Items, NumpyArray
+from tracestore.ingest.readers.tree import Group, Items, NumpyArray
 from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.vocabulary import SYNONYMS
 from tracestore.store.write.record import TraceRecord

@@ -15,7 +15,7 @@ from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.fields import KEY, STATES
 from tracestore.ingest.layout.patterns import INNER_NAMES
 from tracestore.ingest.layout.places import Place, Plan
-from tracestore.ingest.tree import Array, Items, NumpyArray, Value
+from tracestore.ingest.readers.tree import Array, Items, NumpyArray, Value
 from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord

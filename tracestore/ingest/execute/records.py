@@ -33,7 +33,7 @@ from tracestore.ingest.execute.values import (
 )
 from tracestore.ingest.layout.fields import KEY, score_of
 from tracestore.ingest.layout.places import DERIVED, RECORDS, Plan
-from tracestore.ingest.tree import Group
+from tracestore.ingest.readers.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.vocabulary import is_other_value
 from tracestore.store.write.field_values import check_agreement

@@ -6,7 +6,7 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.tree import Value
+from tracestore.ingest.readers.tree import Value
 from tracestore.store.vocabulary import SAYING, is_question_id
 
 _ID_COLUMNS = re.compile(

@@ -11,7 +11,7 @@ from tracestore.ingest.execute.axes import Layers, numbers_of
 from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.layout.fields import MASKS
 from tracestore.ingest.layout.places import Plan
-from tracestore.ingest.tree import as_array
+from tracestore.ingest.readers.tree import as_array
 from tracestore.store.write.record import moved_position
 
 Span = tuple[int, int]

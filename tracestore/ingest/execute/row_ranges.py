@@ -11,7 +11,7 @@ from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.row_numbers import key_words
 from tracestore.ingest.execute.values import describe, number
 from tracestore.ingest.layout.places import Plan
-from tracestore.ingest.tree import Items, as_array
+from tracestore.ingest.readers.tree import Items, as_array
 from tracestore.store.vocabulary import SYNONYMS
 
 # What gives the rows of each trace.

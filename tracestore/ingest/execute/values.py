@@ -15,7 +15,7 @@ from tracestore.ingest.layout.addresses import ItemsStep, ItemValue
 from tracestore.ingest.layout.fields import LABELS, MISSING_WORD, STATES, rule_of, score_of
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.readers.text import json_tree
-from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value, array_value, as_array
+from tracestore.ingest.readers.tree import Array, Group, Items, ListItems, MappingGroup, Value, array_value, as_array
 from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.vocabulary import FIELDS, WORDS
 from tracestore.store.write import field_values

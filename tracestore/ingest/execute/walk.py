@@ -22,7 +22,7 @@ from tracestore.ingest.execute.values import (
 from tracestore.ingest.layout.addresses import Address, AttributeStep, ItemsStep, ItemValue, KeyStep, Step
 from tracestore.ingest.layout.patterns import INNER_NAMES, NUMBER_NAMES, VALUE
 from tracestore.ingest.layout.places import RECORDS, Place
-from tracestore.ingest.tree import Array, Group, Items, MappingGroup, Value
+from tracestore.ingest.readers.tree import Array, Group, Items, MappingGroup, Value
 from tracestore.store.vocabulary import is_named_as_verdict, is_question_id
 
 _MAX_SHAPE = 256  # keys of a group whose claims are kept

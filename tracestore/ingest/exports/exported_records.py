@@ -14,9 +14,9 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.exports.export_manifest import TABLE_FILE, ExportedFile
-from tracestore.ingest.preprocessed import read_preprocessed
+from tracestore.ingest.exports.preprocessed import read_preprocessed
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Array, Group, Items, Value
+from tracestore.ingest.readers.tree import Array, Group, Items, Value
 from tracestore.store.format import schema
 from tracestore.store.format.extra_fields import decode_extras
 from tracestore.store.io.scratch import Scratch

@@ -11,7 +11,7 @@ import numpy as np
 
 from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.readers.text import json_tree
-from tracestore.ingest.tree import Array, Group, Items, Value
+from tracestore.ingest.readers.tree import Array, Group, Items, Value
 
 MAX_ITEMS = 12  # items of a list that are looked at
 _MAX_KEYS = 96

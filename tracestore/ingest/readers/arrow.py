@@ -13,9 +13,9 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
 from tracestore.ingest.files.limits import APPENDED, Limits, max_inflated
+from tracestore.ingest.files.parquet_pages import row_groups
 from tracestore.ingest.readers.content import ARROW_MAGIC, FAULTS, Content, bytes_value, refusal, refusals
-from tracestore.ingest.readers.parquet_pages import row_groups
-from tracestore.ingest.tree import Group, ListItems, MappingGroup, NumpyArray, StreamItems, Value
+from tracestore.ingest.readers.tree import Group, ListItems, MappingGroup, NumpyArray, StreamItems, Value
 
 # Rows of Parquet that are decoded together.
 _BATCH_BYTES = 16 << 20

@@ -16,7 +16,7 @@ from tracestore.errors import InvalidInputError, TruncatedFileError
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.files.limits import Limits
 from tracestore.ingest.files.npz import array_in_bytes
-from tracestore.ingest.tree import Charge, NumpyArray, Value, array_value
+from tracestore.ingest.readers.tree import Charge, NumpyArray, Value, array_value
 from tracestore.store.io.scratch import Scratch
 
 ARROW_MAGIC = b"ARROW1\0\0"  # of a file of Arrow, before its stream

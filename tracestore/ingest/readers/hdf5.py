@@ -15,7 +15,17 @@ from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
 from tracestore.ingest.readers.content import Content, refusals
 from tracestore.ingest.readers.hdf5_process import CRASHED, HDF5Process, Idle
-from tracestore.ingest.tree import Array, Group, Items, ListItems, Selection, Value, array_value, dtype_name, native
+from tracestore.ingest.readers.tree import (
+    Array,
+    Group,
+    Items,
+    ListItems,
+    Selection,
+    Value,
+    array_value,
+    dtype_name,
+    native,
+)
 
 _DTYPE = re.compile(r"[<>|](?:[biufc](?:1|2|4|8|16)|[SV]\d{1,7})")
 _PAGE_BYTES = 4 << 20

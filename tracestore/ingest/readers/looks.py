@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tracestore.ingest.files.byte_source import check_regular
 from tracestore.ingest.readers.content import READING, refusals
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Items, StreamItems, Value
+from tracestore.ingest.readers.tree import Items, StreamItems, Value
 from tracestore.store.io.scratch import Scratch
 
 # Trees that stay open: the files that two workers read first, whose first items are in memory then, too.

@@ -10,7 +10,16 @@ from tracestore.ingest.files.npz import DAMAGE, StoredArray, damaged, stored_arr
 from tracestore.ingest.pickles.pickle_reader import load_objects
 from tracestore.ingest.readers.content import Content, refusals
 from tracestore.ingest.readers.objects import ObjectOpener
-from tracestore.ingest.tree import Array, Charge, Selection, Value, array_value, dtype_name, native, nested_group
+from tracestore.ingest.readers.tree import (
+    Array,
+    Charge,
+    Selection,
+    Value,
+    array_value,
+    dtype_name,
+    native,
+    nested_group,
+)
 from tracestore.store.io.scratch import Scratch
 
 # A compressed array of texts, records or no axes is read when it is opened.

@@ -19,7 +19,7 @@ from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, SafeClass
 from tracestore.ingest.pickles.sparse import PickledSparse
 from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, refusals
-from tracestore.ingest.tree import (
+from tracestore.ingest.readers.tree import (
     Array,
     Charge,
     ListItems,

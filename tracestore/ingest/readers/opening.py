@@ -17,7 +17,7 @@ from tracestore.ingest.files.safetensors import is_safetensors
 from tracestore.ingest.pickles.torch_file import is_legacy
 from tracestore.ingest.readers import objects, tensors, text
 from tracestore.ingest.readers.content import ARROW_MAGIC, READING, Content, refusals
-from tracestore.ingest.tree import Items, Value
+from tracestore.ingest.readers.tree import Items, Value
 from tracestore.store.io.scratch import Scratch
 
 COMPRESSED = re.compile(r"\.(?:gz|bz2|xz|zst|z|zlib)$")

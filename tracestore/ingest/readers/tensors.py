@@ -5,7 +5,7 @@ from typing import Any
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.safetensors import stored_tensors
 from tracestore.ingest.readers.content import Content
-from tracestore.ingest.tree import Value, array_value, nested_group
+from tracestore.ingest.readers.tree import Value, array_value, nested_group
 from tracestore.process import paused_collection
 from tracestore.store.io.locks import is_locked
 

@@ -14,7 +14,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.byte_source import InflatedChunks
 from tracestore.ingest.files.json_text import parse_json
-from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray, StreamItems, Value
+from tracestore.ingest.readers.tree import ListItems, MappingGroup, NumpyArray, StreamItems, Value
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 MAX_LINE_BYTES = 64 << 20

@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import SharedBlock
-from tracestore.data.batch import BatchLayout, TensorBatch
-from tracestore.data.buffers import BatchBuffer
+from tracestore.data.batches.batch import BatchLayout, TensorBatch
+from tracestore.data.batches.buffers import BatchBuffer
 from tracestore.platform_support import create_memory_file, has_memory_files, open_file_of_process
 
 _SIZE_STEP = 4 << 20

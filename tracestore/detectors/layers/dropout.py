@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tracestore.data.buffers import copy_together
+from tracestore.data.batches.buffers import copy_together
 from tracestore.data.order import splitmix64
-from tracestore.detectors.model_config import FUSED_DEVICES
-from tracestore.detectors.precision import kernel_works
+from tracestore.detectors.layers.model_config import FUSED_DEVICES
+from tracestore.detectors.layers.precision import kernel_works
 
 # Masks on a CPU compare 16 random bits, on a GPU 32: a probability is a multiple of 2**-16 or 2**-32.
 _STEPS, _KERNEL_STEPS = 1 << 16, 1 << 32
@@ -148,13 +148,13 @@ def masks_on_device(device: torch.device) -> bool:
 def _run_kernel(
     x: torch.Tensor, masks: TraceMasks, bound: int, stream: int, stream_step: int, row_ptr: torch.Tensor | None
 ) -> torch.Tensor:
-    from tracestore.detectors.kernels import dropout_triton as kernels
+    from tracestore.detectors.layers import dropout_triton as kernels
 
     return kernels.apply(x, row_ptr, masks.count, _state_on(masks, x.device), stream, stream_step, bound)
 
 
 def _run_noise_kernel(masks: TraceMasks, stream: int, device: torch.device, columns: int) -> torch.Tensor:
-    from tracestore.detectors.kernels import dropout_triton as kernels
+    from tracestore.detectors.layers import dropout_triton as kernels
 
     return kernels.normal(_state_on(masks, device), stream, masks.count, columns)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oom.failing import SIZE, make
-from tracestore.detectors.dropout import TraceDropout, TraceMasks
+from tracestore.detectors.layers.dropout import TraceDropout, TraceMasks
 from tracestore.detectors.registry import MODELS
 
 

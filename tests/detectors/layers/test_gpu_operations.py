@@ -6,7 +6,7 @@ import torch
 
 import tracestore
 from tests.helpers import make_traces, write_store
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.evaluation.store_split import Split
 from tracestore.train.config import TrainConfig
 from tracestore.train.model_runner import ModelRunner
@@ -16,7 +16,7 @@ LAYERS, DIM, BATCH = 30, 576, 16
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.detectors.kernels.gpu_operations import Gpu  # noqa: E402 - needs Triton
+from tests.detectors.layers.gpu_operations import Gpu  # noqa: E402 - needs Triton
 
 
 @pytest.fixture(scope="module")

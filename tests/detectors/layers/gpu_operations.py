@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
-from tracestore.detectors import dropout, precision
 from tracestore.detectors.graph import gine
+from tracestore.detectors.layers import dropout, precision
 from tracestore.train.side_streams import side_streams
 
 CUDA = torch.device("cuda", 0)

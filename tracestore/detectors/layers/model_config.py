@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
 from tracestore.console import float_where, non_negative_int, option
-from tracestore.data.batch_format import EdgeFormat
+from tracestore.data.batches.batch_format import EdgeFormat
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.read.store import TraceStore
 

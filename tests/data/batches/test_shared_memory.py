@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import tracestore
-from tests.data.batches import assert_same_batches
+from tests.data.expected_batches import assert_same_batches
 from tests.helpers import make_traces, write_store
 from tests.machine import wait_until
-from tracestore.data import shared_memory
+from tracestore.data.batches import shared_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -9,7 +9,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError, OnRefused, error_location
 from tracestore.ingest.execute.values import array_of, describe, plain_of
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Array, Group, Items, Value
+from tracestore.ingest.readers.tree import Array, Group, Items, Value
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.field_values import field_error, label_value
 from tracestore.store.write.record import TraceRecord, question_id_text

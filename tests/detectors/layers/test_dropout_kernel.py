@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.detectors.kernels.interpreted import interpreted
-from tracestore.detectors import dropout
-from tracestore.detectors.dropout import TraceMasks, draw_noise, drop, kernel_mask, kernel_noise
-from tracestore.detectors.readers import NOISE_STREAM
+from tests.detectors.layers.interpreted import interpreted
+from tracestore.detectors.layers import dropout
+from tracestore.detectors.layers.dropout import TraceMasks, draw_noise, drop, kernel_mask, kernel_noise
+from tracestore.detectors.layers.readers import NOISE_STREAM
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -19,7 +19,7 @@ KEYS = [0, 1, 16, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 0x123456789ABCDEF0]
 @pytest.fixture(scope="module")
 def kernels():
     return interpreted(
-        "tracestore.detectors.kernels.dropout_triton",
+        "tracestore.detectors.layers.dropout_triton",
         lambda m: m.apply(torch.ones(3, 1), None, 3, torch.tensor([1, 0]), 0, 0, 1 << 31),
     )
 
@@ -27,7 +27,7 @@ def kernels():
 @pytest.fixture
 def on_kernel(kernels, monkeypatch):
     """Let tensors of the CPU use the kernel."""
-    monkeypatch.setattr("tracestore.detectors.kernels.dropout_triton.apply", kernels.apply)
+    monkeypatch.setattr("tracestore.detectors.layers.dropout_triton.apply", kernels.apply)
     return lambda x, masks, bound, *arguments: dropout._KernelDropout.apply(x, masks, bound, *arguments)
 
 
@@ -97,7 +97,7 @@ def test_compiles_for_a_gpu(tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tracestore.detectors.kernels.dropout_triton import _apply
+    from tracestore.detectors.layers.dropout_triton import _apply
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for dtype, search in (("fp32", 5), ("bf16", -1), ("fp64", 0)):

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from tracestore.detectors.dropout import TraceMasks
-from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.readers import Readers
+from tracestore.detectors.layers.dropout import TraceMasks
+from tracestore.detectors.layers.model_config import ModelConfig
+from tracestore.detectors.layers.readers import Readers
 
 LAYERS, WIDTH, TRACES = 5, 7, 3
 SHAPES = list(itertools.product((1, 2, 4), (1, 2, 3), ("mean", "final"), (0.0, 0.4)))

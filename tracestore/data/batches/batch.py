@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from tracestore.data.buffers import BatchBuffer
+from tracestore.data.batches.buffers import BatchBuffer
 from tracestore.extras import needs
 
 if TYPE_CHECKING:

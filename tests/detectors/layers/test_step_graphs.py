@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.detectors.kernels.interpreted import interpreted
+from tests.detectors.layers.interpreted import interpreted
 from tests.helpers import make_traces, write_store
 from tracestore import open as open_store
 from tracestore.detectors.graph import gine_op, padding
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS
 from tracestore.evaluation.store_split import Split
 from tracestore.train import step_graphs

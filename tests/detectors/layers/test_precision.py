@@ -5,8 +5,8 @@ import torch
 
 from tests.helpers import run_cli
 from tests.train.runs import FAST, ONLY
-from tracestore.detectors import precision
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers import precision
+from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import make_model
 from tracestore.errors import UsageError
 

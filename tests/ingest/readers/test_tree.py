@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.tree import (
+from tracestore.ingest.readers.tree import (
     Array,
     Group,
     Items,

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tracestore.detectors.dropout import TraceDropout, TraceMasks, drop
-from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.layers.dropout import TraceDropout, TraceMasks, drop
+from tracestore.detectors.layers.model_config import ModelConfig
 
 # Streams of TraceMasks: the graph encoder, then those of each reader: two layers of its head, and one per layer of
 # its LSTM.

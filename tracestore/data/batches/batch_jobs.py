@@ -9,10 +9,10 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from tracestore._core import gather
-from tracestore.data import shared_memory
-from tracestore.data.batch import BatchLayout, GraphBatch, SequenceBatch
-from tracestore.data.batch_format import BatchFormat
-from tracestore.data.buffers import Allocate, BatchBuffer, TorchBuffer, align_up
+from tracestore.data.batches import shared_memory
+from tracestore.data.batches.batch import BatchLayout, GraphBatch, SequenceBatch
+from tracestore.data.batches.batch_format import BatchFormat
+from tracestore.data.batches.buffers import Allocate, BatchBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format.ragged import checked_indices
 from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code, storage_dtype

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracestore.detectors.model_config import Precision
+from tracestore.detectors.layers.model_config import Precision
 from tracestore.errors import UsageError
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
