@@ -6,7 +6,7 @@ version 0. Sizes: B traces, L layers, D hidden size of the language model, N nod
 A model has `layers_read`, a Standardizer, which is fitted before training, `recomputed`, the name of a child that is called
 with positional arguments and whose activations are recomputed in backward to save memory, and `forward(inputs, masks)`, which
 returns a DetectorOutput with the logits (B, R) of R readers. Inputs are sequences (B, layers read, D) of any float dtype,
-or GraphInputs. It drops by TraceDropout, so that a mask depends on the trace alone. DetectorModel names its class.
+or GraphInputs. It drops by TraceDropout, so that a mask does not depend on the division of a batch. DetectorModel names its class.
 """
 
 from collections.abc import Sequence

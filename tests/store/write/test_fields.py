@@ -171,7 +171,8 @@ def valid_value(field):
     if field.name in OF_OTHER_KINDS or field.kind == vocabulary.OBJECT:
         return OF_OTHER_KINDS.get(field.name, 7)
     if field.kind in (vocabulary.FLOATS, vocabulary.NUMBERS):
-        return np.full(shape, 0.25 if field.name in ("token_entropy", "temperature") else -0.25, "f4")
+        is_positive = getattr(schema.OPTIONAL_FIELDS.get(field.name), "minimum", None) is not None
+        return np.full(shape, 0.25 if is_positive else -0.25, "f4")
     values = np.arange(np.prod(shape)).reshape(shape) % (2 if field.name != "layer_ids" else 9)
     return values if shape else 2
 

@@ -88,9 +88,8 @@ class DetachedTrace(OptionalFields):
         if self.attention_layout is None:
             raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no attention")
         layout = next(code for code, name in schema.LAYOUT_NAMES.items() if name == self.attention_layout)
-        return dense_attention(
-            self.attention_packed_bits, layout, len(self.last_token_bits), self.num_tokens, f"trace {self.index}"
-        )
+        packed, where = self.attention_packed_bits, f"trace {self.index}"
+        return dense_attention(packed, layout, len(self.last_token_bits), self.num_tokens, where)
 
 
 class Trace(OptionalFields):
