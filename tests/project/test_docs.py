@@ -75,7 +75,7 @@ def test_files_that_pages_include_exist():
 
 
 def test_the_pages_are_short():
-    excess = sum(page.stat().st_size for page in (ROOT / "docs").rglob("*.md")) - 180 * 1024
+    excess = sum(page.stat().st_size for page in (ROOT / "docs").rglob("*.md")) - 180_000
     assert excess <= 0, f"docs/ has {excess} bytes too many: shorten a page"
 
 
