@@ -281,11 +281,14 @@ torture: install
 torture-training: install
 	TRACESTORE_OOM=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -o timeout=0 tests/oom/test_oom_injection.py tests/oom/test_oom_ranks.py
 
-# Build the site in build/site. Warnings are errors. If `make demo` has been run and Chromium is installed, the
+# Check links, spelling, code blocks, outputs and figures, and build the site in build/site. Warnings are errors. If `make demo` has been run and Chromium is installed, the
 # pictures of the gallery are made again; otherwise the committed ones are used.
 docs: install
 	$(if $(wildcard $(DEMO)/results/report.html),$(BIN)/python docs/make_pictures.py $(DEMO)/store.zarr $(DEMO)/results)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/codespell
+	$(BIN)/python build_tools/check_language.py
+	$(PYTEST) tests/project
 
 # Run every benchmark once in this environment. With git, results are stored under the hash of HEAD in
 # build/asv. asv asks for a description of the machine once; --yes answers its questions.

@@ -26,20 +26,33 @@ PAGES = (*(f"docs/{name}.md" for name in PAGES), "README.md")
 
 
 def blocks(page):
-    """Return (language, code) of each fenced shell, Python and TOML block of a page, in order."""
+    """Return (language, code, output) of each fenced shell, Python and TOML block of a page, in order.
+
+    The output is what is indented behind a block, and the comments of numbers behind print().
+    """
     text = (ROOT / page).read_text(encoding="utf-8").replace("``` { .python }", "```python")
     text = re.sub(r'^--8<-- "(.*)"$', lambda included: (ROOT / included[1]).read_text(), text, flags=re.MULTILINE)
-    return re.findall(r"^```(sh|python|toml)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(sh|python|toml)\n(.*?)^```$\n?((?:(?: {4}[^\n]*)?\n)*)", text, re.MULTILINE | re.DOTALL)
+    return [
+        (*block, output + "\n".join(re.findall(r"^print\(.*\)  # ([\d ]+)$", block[1], re.MULTILINE)))
+        for *block, output in found
+    ]
+
+
+def masked(line):
+    """Return a line of output without its numbers, names and units."""
+    return re.sub(r"(\S*[\d_/]\S* ?([KMG]iB\S*)? ?)+", "0 ", " ".join(line.split())).split()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_code_of_a_page_run(tmp_path, page):
-    traces = make_traces(60, tokens=5)
+    traces = make_traces(120, tokens=5)
     data = tmp_path / "traces_data"
     write_pickle(data / "trivia_qa_traces_batch_0000.pkl", traces[:40])
     write_pickle(data / "trivia_qa_traces_batch_0001.pkl.gz", traces[40:])
-    write_scores(data / "scores.csv", {t["question_id"]: k % 2 for k, t in enumerate(traces)}, "bleurt_score")
+    write_scores(data / "scores.csv", {t["question_id"]: k % 2 for k, t in enumerate(traces)}, "score")
+    (data / "provenance.json").write_text('{"model": "model_0"}')
     scripts = str(Path(sys.executable).parent)
     paths = os.pathsep.join([str(tmp_path / "installed"), str(ROOT)])
     environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": paths}
@@ -47,7 +60,7 @@ def test_commands_and_code_of_a_page_run(tmp_path, page):
     install = "python -m pip install --quiet --no-index --no-build-isolation --no-deps --target installed"
     found = blocks(page)
     assert found
-    for language, text in found:
+    for language, text, shown in found:
         if (file := re.match(r"# (\S+\.\w+)\n", text)) is not None:
             (tmp_path / file[1]).parent.mkdir(exist_ok=True)
             (tmp_path / file[1]).write_text(text)
@@ -58,6 +71,9 @@ def test_commands_and_code_of_a_page_run(tmp_path, page):
         command = ["bash", "-ec", "\n".join(lines)] if language == "sh" else [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, f"{page}:\n{code}\n{done.stdout}\n{done.stderr}"
+        printed = [masked(line) for line in (done.stdout + done.stderr).splitlines()]
+        for line in filter(None, map(str.strip, shown.splitlines())):
+            assert masked(line) in printed or line in done.stdout, f"{page}: {line}\n{done.stdout}\n{done.stderr}"
 
 
 def test_links_have_targets():
