@@ -11,7 +11,7 @@ import pytest
 import tracestore
 from tests.helpers import command
 from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
-from tracestore.errors import UsageError
+from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.fields import FIELDS
 from tracestore.ingest.layout.language import parse_layout
@@ -875,6 +875,19 @@ def test_rule_08_a_wildcard_of_ignore_matches_names_of_the_lines(tmp_path, line,
         dump(tmp_path / "in/all.pkl", items)
 
     assert len(convert(tmp_path, {"hidden_states": f"{line} -> L S D", "ignore": entry})) == 3
+
+
+@pytest.mark.parametrize("key", ["a/b", "a, b", "w*", "[0]", "{w}", "w\\x", "a b"])
+def test_rule_08_the_printed_entry_of_ignore_leaves_the_key_out(tmp_path, key):
+    """[an entry that is a pattern or a path]"""
+    for k in range(2):
+        dump(tmp_path / f"in/q{k}.pkl", {"hs": states(2, 3, 8, seed=k), key: states(4)})
+    layout = {"hidden_states": "{id}.pkl : hs -> L S D"}
+    with pytest.raises(InvalidInputError, match="no line of the layout names numbers") as raised:
+        convert(tmp_path, layout)
+    entry = json.loads(str(raised.value).partition("ignore = ")[2])
+
+    assert len(convert(tmp_path, layout | {"ignore": entry})) == 2
 
 
 @pytest.mark.parametrize(

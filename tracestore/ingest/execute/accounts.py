@@ -27,7 +27,8 @@ from tracestore.ingest.execute.table_accounts import (
 from tracestore.ingest.execute.traces import TraceColumns
 from tracestore.ingest.execute.values import describe, holds_array, named
 from tracestore.ingest.execute.walk import Bound, Cell, Node
-from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.layout.language import ignore_line
+from tracestore.ingest.layout.patterns import AXIS_NAMES, literal_key
 from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.readers.tree import Group, Items, Value, as_array
 from tracestore.store.vocabulary import is_named_as_verdict, is_verdict
@@ -178,14 +179,15 @@ class RunAccount:
         is_chunk = "chunk" in bound and any("chunk" in p.address.bound for p in self._plan.states)
         self.numbers.check(node.prefix, str(key), value, bound, is_of_states=is_of_states, is_chunk=is_chunk)
         columns.starts.add(node.prefix, str(key), value, bound)
+        path = node.prefix + (key if str(key).startswith("@") else literal_key(str(key)))  # @ of attributes
         if "id" in bound and isinstance(value, str) and node.prefix.endswith("]/"):
-            self._check_file_name(f"{node.prefix}{key}", str(key), value, bound)
-        if self._holds_layer_numbers(f"{node.prefix}{key}", str(key), value):
+            self._check_file_name(path, str(key), value, bound)
+        if self._holds_layer_numbers(path, str(key), value):
             return
         if not node.has_records or not isinstance(value, str | int | float):
-            self.left_out.add(f"{node.prefix}{key}")
+            self.left_out.add(path)
         of_tokens = self._needs_tokens and isinstance(value, Items) and not value.is_stream and value.length != 1
-        check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records, may_be_of_tokens=of_tokens)
+        check_unclaimed(path, key, value, in_records=node.has_records, may_be_of_tokens=of_tokens)
 
     def _check_file_name(self, path: str, key: str, value: str, bound: Bound) -> None:
         """Rule 13b: a row that joins by id names no file of another trace."""
@@ -195,7 +197,7 @@ class RunAccount:
                 raise InvalidInputError(
                     f"{path}: the row of {escape_unprintable(str(bound['id']), 40)!r} names the file "
                     f"{escape_unprintable(value, 60)!r} of another trace; [file={key}] joins by it, "
-                    f'ignore = ["{path}"] if it is none'
+                    f"{ignore_line(path)} if it is none"
                 )
 
     def _holds_layer_numbers(self, path: str, key: str, value: Value) -> bool:
@@ -208,7 +210,7 @@ class RunAccount:
         numbers: list[Any] = array.read().tolist()
         if numbers != stated and all(type(number) is int for number in numbers):
             raise InvalidInputError(
-                f'{path} holds {numbers!s:.60}, and L.ids is {stated!s:.60}; ignore = ["{path}"] if it numbers no layers'
+                f"{path} holds {numbers!s:.60}, and L.ids is {stated!s:.60}; {ignore_line(path)} if it numbers no layers"
             )
         return bool(numbers == stated)
 
@@ -380,7 +382,7 @@ def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool, may_
     if is_own or is_text or holds_array(value):
         what = "texts that may be the tokens that prompt_length counts" if is_text else f"numbers ({describe(value)})"
         what = "what may be a label, a score, an answer or padding" if is_own else what
-        raise InvalidInputError(f'{path}: no line of the layout names {what}; add a line, or ignore = ["{path}"]')
+        raise InvalidInputError(f"{path}: no line of the layout names {what}; add a line, or {ignore_line(path)}")
 
 
 def looks_like_label(key: str) -> bool:

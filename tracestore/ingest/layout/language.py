@@ -352,6 +352,11 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def ignore_line(address: str) -> str:
+    """Return the line that leaves out what is at an address."""
+    return f"ignore = [{_text(address)}]"
+
+
 def _key(name: str) -> str:
     """Return a name as a key of TOML, with quotes around the parts that need them."""
     head, dot, tail = name.partition(".")

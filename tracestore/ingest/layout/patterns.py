@@ -235,7 +235,7 @@ def is_name(text: str) -> bool:
 
 def literal_key(text: str) -> str:
     """Return the step of a path that matches this key alone."""
-    return _SPECIAL.sub(r"\\\g<0>", text)
+    return text if text.isidentifier() else _SPECIAL.sub(r"\\\g<0>", text)
 
 
 def split_escaped(text: str, separator: str) -> list[str]:
