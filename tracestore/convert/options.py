@@ -104,7 +104,9 @@ class ConvertOptions:
     )
     codec: str | None = option(None, "compression (default: none)", choices=CODECS)
     dtype: Literal["float16", "keep"] | None = option(None, "dtype to store (default: float16)")
-    workers: int = option(1, "processes that read files; a single one (--watch, one task) reads with as many threads, at least two")
+    workers: int = option(
+        1, "processes that read files; a single one (--watch, one task) reads with as many threads, at least two"
+    )
     dask: str | None = option(
         None,
         "read with a Dask cluster that shares the file system: address of the scheduler, or local for --workers processes (default: none)",
