@@ -87,6 +87,48 @@ def test_training_continues_from_a_checkpoint(path, tmp_path, stop):
     assert run(stop) + run(10, tmp_path / f"{stop}.ckpt") == whole
 
 
+@pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_by": "tokens", "max_batch_cost": 13}])
+def test_training_continues_from_each_step_with_all_traces(path, tmp_path, options):
+    """[the last step of an epoch, when the state is at its end; epochs with more batches than the first]"""
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from tracestore.bridges.lightning import TraceDataModule
+
+    class Model(observer(lightning)):
+        def training_step(self, batch, _):
+            self.seen.append((self.current_epoch, tuple(batch.question_id)))
+            return self.layer(batch.sequences[:, -1].float()).square().mean()
+
+    def run(checkpoint=None, **more):
+        model, module = Model(), TraceDataModule(path, seed=1, **options)
+        more |= {"max_epochs": 3, "limit_val_batches": 0, "reload_dataloaders_every_n_epochs": "batch_by" in options}
+        trainer = make_trainer(lightning, default_root_dir=tmp_path, **more)
+        trainer.fit(model, datamodule=module, ckpt_path=checkpoint, weights_only=False)
+        return model.seen, module
+
+    each = ModelCheckpoint(tmp_path / "steps", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole, module = run(callbacks=[each])
+    for epoch in range(3):
+        trained = [question_id for number, batch in whole if number == epoch for question_id in batch]
+        assert len(set(trained)) == len(trained) == len(module.split["train"])
+    for step in range(1, len(whole)):
+        assert run(tmp_path / f"steps/step={step}.ckpt", enable_checkpointing=False)[0] == whole[step:], step
+
+
+def test_epochs_that_lightning_would_cut_are_refused(path, tmp_path):
+    lightning = pytest.importorskip("lightning")
+    from tracestore.bridges.lightning import TraceDataModule
+
+    class Model(observer(lightning)):
+        def training_step(self, batch, _):
+            raise AssertionError
+
+    trainer = make_trainer(lightning, max_epochs=2, default_root_dir=tmp_path)
+    with pytest.raises(UsageError, match="reload_dataloaders_every_n_epochs=1"):
+        trainer.fit(Model(), datamodule=TraceDataModule(path, batch_by="tokens", max_batch_cost=13))
+
+
 @pytest.mark.parametrize("validates", [False, True])
 @pytest.mark.parametrize("options", [{}, {"limit_train_batches": 2}, {"reload_dataloaders_every_n_epochs": 1}])
 def test_each_epoch_has_its_own_order(path, tmp_path, options, validates):

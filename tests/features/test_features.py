@@ -142,6 +142,15 @@ def test_what_a_trace_lacks_is_nan(tmp_path):
     assert token_state_bits(store, (0,))[1].tolist() == [0, 2, 2]
 
 
+def test_attention_with_nan_has_no_ratio(tmp_path):
+    trace = make_trace(0, tokens=5) | {"prompt_length": 2}
+    trace["attentions"] = [layer.copy() for layer in trace["attentions"]]
+    trace["attentions"][0][:, 3, 0] = np.nan
+    store = tracestore.open(write_store(tmp_path / "s.zarr", [trace]))
+    found = features(store, "attention")["lookback"][0]
+    assert np.isnan(found[0]).all() and np.isfinite(found[1:]).all()
+
+
 def test_features_are_computed_once_for_a_generation_and_options(tmp_path, monkeypatch):
     path = tmp_path / "s.zarr"
     store, calls = write(path), []

@@ -30,8 +30,8 @@ def rows(path):
 
 def test_the_pages_are_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
-    assert RESULTS.stat().st_size <= 15 << 10
-    assert (ROOT / "docs/decisions.md").stat().st_size <= 10 << 10
+    assert RESULTS.stat().st_size <= 15_000
+    assert (ROOT / "docs/decisions.md").stat().st_size <= 10_000
 
 
 def test_each_row_has_a_result_and_a_place():

@@ -58,6 +58,8 @@ class _TrainingLoader(_RankLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        if state["batch"] >= len(self.planner.plan(self.epoch)):
+            self.set_epoch(self.epoch + 1)  # Lightning would count what is left of the epoch, nothing, as one
         self._is_resuming = True
 
     def __iter__(self) -> Iterator[Any]:
@@ -172,11 +174,23 @@ class TraceDataModule(LightningDataModule):
         return loader
 
     def train_dataloader(self) -> TraceLoader:
-        """Return the loader of the training split, shuffled. The same loader at each call."""
+        """Return the loader of the training split, shuffled. The same loader at each call.
+
+        Raises
+        ------
+        UsageError
+            With `batch_by`, if the trainer keeps the number of batches of the first epoch.
+        """
         # One loader for all epochs: it counts them, also with reload_dataloaders_every_n_epochs.
         if self._train_loader is None:
             self._train_loader = self._loader("train", "global", _TrainingLoader)
             if self.trainer is not None:
+                reloads = self.trainer.reload_dataloaders_every_n_epochs == 1 or self.trainer.max_epochs == 1
+                if self._train_loader.planner.batch_by is not None and not reloads:
+                    raise UsageError(
+                        "with batch_by, epochs differ in the number of their batches, and Lightning cuts each to the first: "
+                        "Trainer(reload_dataloaders_every_n_epochs=1)"
+                    )
                 # Lightning does not restore the loader's state from a checkpoint at the end of an
                 # epoch, and trainer.current_epoch is then still the old epoch.
                 progress: Any = self.trainer.fit_loop.epoch_progress.current

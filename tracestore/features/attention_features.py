@@ -96,7 +96,7 @@ def lookback_ratio(packed: np.ndarray, begin: int, end: int) -> np.ndarray:
     sums = np.add.reduceat(packed[:, first : starts[-1] + rows[-1] + 1], bounds, axis=1)
     context, new = sums[:, ::2] / begin, sums[:, 1::2] / (rows - begin + 1)
     total = context + new
-    ratio: np.ndarray = np.divide(context, total, out=np.full_like(total, 0.5), where=total > 0).mean(1)
+    ratio: np.ndarray = np.divide(context, total, out=np.full_like(total, 0.5), where=total != 0).mean(1)
     return ratio
 
 

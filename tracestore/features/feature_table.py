@@ -32,7 +32,7 @@ from tracestore.store.read.subset import TraceSubset
 from tracestore.store.read.trace import Trace
 
 # Increased whenever the values of a feature change.
-VERSION = 1
+VERSION = 2
 DEFAULT_TOP_K = 10
 # Traces whose features are collected before they are written.
 _BLOCK_TRACES = 32

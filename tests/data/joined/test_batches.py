@@ -264,3 +264,15 @@ def test_a_location_of_a_damaged_index_is_not_one_of_the_next_store(pair):
         assert out[0, 0] == first.manifest.num_segments
         with pytest.raises(ValueError, match="invalid location"):
             table.look_up(np.array([3]), out)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_equal_lenses_are_one_whatever_their_codec(tmp_path, codec):
+    for name, options, scale in (("a", {}, 1), ("b", {"codec": codec}, 1), ("c", {"codec": codec}, 2)):
+        with tracestore.create(tmp_path / name, attention="none", **options) as writer:
+            writer.append({"question_id": name, "hidden_states": np.ones((2, 3, 8), "f2")})
+            writer.set_lens(scale * np.arange(40, dtype="f4").reshape(5, 8))
+
+    same, other = (tracestore.open([tmp_path / "a", tmp_path / name]).lens for name in "bc")
+    assert same is not None and same.arrays().digest() == tracestore.open(tmp_path / "b").lens.arrays().digest()
+    assert other is None

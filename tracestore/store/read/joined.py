@@ -15,7 +15,7 @@ from tracestore.store.io.files import Locations, ReadableFiles, is_same_location
 from tracestore.store.read.generation import PinnedGeneration
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.internals import StoreInternals
-from tracestore.store.read.segment import SegmentReader
+from tracestore.store.read.segment import SegmentReader, read_lens
 
 T = TypeVar("T")
 
@@ -83,17 +83,24 @@ def _joined_attributes(stores: Sequence[StoreInternals], allow_mixed_provenance:
 
 
 def _joined_lens(stores: Sequence[StoreInternals], joined: schema.Attributes) -> Any:
-    """Return the lens of the stores that have one, as an attribute of all; None if their bytes differ."""
-    found = []
+    """Return the lens of the stores that have one, as an attribute of all; None if their values differ."""
+    found, sums, holders = [], set[int](), []
     for store, first in zip(stores, _first_segments(stores), strict=False):
         if (lens := store.attributes.lens) is not None:
             rows = store.index.segment(lens.segment).rows
             provenance = None if lens.provenance is None else store.attributes.provenance[lens.provenance]
             number = None if provenance is None else joined.provenance.index(provenance)
+            found.append(replace(lens, segment=lens.segment + first, provenance=number))
             # Its checksum is one of the matrix too: rows.zip lists the checksums of the other files.
-            found.append((rows.crc32c, replace(lens, segment=lens.segment + first, provenance=number)))
-    same = {(crc, replace(lens, segment=0, provenance=None)) for crc, lens in found}
-    return found[0][1] if len(same) == 1 else None
+            sums.add(rows.crc32c)
+            holders.append(store)
+    if len({replace(lens, segment=0, provenance=None) for lens in found}) != 1:
+        return None
+    if len(sums) > 1:  # perhaps by the codec alone
+        lenses = [read_lens(store.files, store.index, store.attributes) for store in holders]
+        if len({lens.arrays().digest() for lens in lenses if lens is not None}) > 1:
+            return None
+    return found[0]
 
 
 def _first_segments(stores: Sequence[StoreInternals]) -> list[int]:
