@@ -184,8 +184,9 @@ class TraceDataModule(LightningDataModule):
         # One loader for all epochs: it counts them, also with reload_dataloaders_every_n_epochs.
         if self._train_loader is None:
             self._train_loader = self._loader("train", "global", _TrainingLoader)
-            if self.trainer is not None:
-                reloads = self.trainer.reload_dataloaders_every_n_epochs == 1 or self.trainer.max_epochs == 1
+            trainer: Any = self.trainer
+            if trainer is not None:
+                reloads = trainer.reload_dataloaders_every_n_epochs == 1 or trainer.max_epochs == 1
                 if self._train_loader.planner.batch_by is not None and not reloads:
                     raise UsageError(
                         "with batch_by, epochs differ in the number of their batches, and Lightning cuts each to the first: "
@@ -193,8 +194,7 @@ class TraceDataModule(LightningDataModule):
                     )
                 # Lightning does not restore the loader's state from a checkpoint at the end of an
                 # epoch, and trainer.current_epoch is then still the old epoch.
-                progress: Any = self.trainer.fit_loop.epoch_progress.current
-                self._train_loader.set_epoch(progress.processed)
+                self._train_loader.set_epoch(trainer.fit_loop.epoch_progress.current.processed)
         return self._train_loader
 
     def val_dataloader(self) -> TraceLoader:
