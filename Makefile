@@ -281,8 +281,9 @@ torture: install
 torture-training: install
 	TRACESTORE_OOM=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -o timeout=0 tests/oom/test_oom_injection.py tests/oom/test_oom_ranks.py
 
-# Check links, spelling, code blocks, outputs and figures, and build the site in build/site. Warnings are errors. If `make demo` has been run and Chromium is installed, the
-# pictures of the gallery are made again; otherwise the committed ones are used.
+# Build the site in build/site, and check links, spelling, code blocks, outputs and figures. Warnings are errors. If
+# `make demo` has been run and Chromium is installed, the pictures of the gallery are made again; otherwise the
+# committed ones are used.
 docs: install
 	$(if $(wildcard $(DEMO)/results/report.html),$(BIN)/python docs/make_pictures.py $(DEMO)/store.zarr $(DEMO)/results)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

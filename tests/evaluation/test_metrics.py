@@ -64,6 +64,8 @@ def test_known_values():
     y, score = np.array([0, 0, 1, 1]), np.array([0.1, 0.4, 0.35, 0.8])
     assert metrics.auroc(y, score) == 0.75 and np.isnan(metrics.auroc(y[:2], score[:2]))
     assert np.isnan(metrics.auroc(y, np.where(np.arange(len(y)) == 0, np.nan, score)))
+    with pytest.raises(ValueError, match=f"found {len(y)} labels and 2 scores"):
+        metrics.auroc(y, score[:2])
     assert metrics.threshold_metrics(y, score >= 0.35) == {
         "accuracy": 0.75,
         "precision": 2 / 3,

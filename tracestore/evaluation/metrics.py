@@ -26,6 +26,8 @@ def auroc(y: np.ndarray, score: np.ndarray) -> float:
     score : np.ndarray
         ``(n,)``, higher for class 1.
     """
+    if len(y) != len(score):
+        raise ValueError(f"found {len(y)} labels and {len(score)} scores")
     if not 0 < y.sum() < len(y) or np.isnan(score).any():  # NaN would be sorted behind the highest score
         return float("nan")
     return float(RankMetrics(y, score).weighted(np.ones((1, len(y))))[0, 0])
