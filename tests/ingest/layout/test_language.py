@@ -61,6 +61,7 @@ def test_layouts_of_the_corpus_survive_toml():
     ("entries", "words"),
     [
         ({"hidden_state": "a.npy"}, "did you mean hidden_states"),
+        ({"response": "a.npy"}, "did you mean generated_answer"),
         (STATES | {"hidden_states": " -> L"}, "expected FILES"),
         (STATES | {"hidden_states": "a.pkl : **/h"}, "any folders of FILES"),
         (STATES | {"tokens": "a.npy -> N X"}, "letters of N K L"),

@@ -30,7 +30,7 @@ from tracestore.ingest.layout.fields import (
 from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, NUMBER_NAMES, Pattern, is_name
 from tracestore.store.format.labels import CORRECT, HALLUCINATION
 from tracestore.store.vocabulary import COUNTED as COUNTED_WORDS
-from tracestore.store.vocabulary import JUDGMENTS, SCORES, WORDS, direction_of
+from tracestore.store.vocabulary import JUDGMENTS, SCORES, SYNONYMS, WORDS, direction_of
 
 _MAX_BYTES = 1 << 20
 _MAX_AXES = 4  # of states
@@ -294,7 +294,8 @@ def _template(name: str, text: str, *, is_in_front: bool) -> Pattern:
 def _check_name(name: str, names: Iterable[str]) -> None:
     if name in names or rule_of(name) is not None:
         return
-    near = nearest(name, [*names, *SETTINGS, *_LISTS])
+    meant = (field for field, words in SYNONYMS.items() if name.replace("_", " ") in words)
+    near = next(meant, None) or nearest(name, [*names, *SETTINGS, *_LISTS])
     hint = f"; did you mean {near}?" if near else f"; the fields are {', '.join(RECORD_FIELDS[:9])}, ..."
     raise UsageError(f"no such field{hint}")
 
