@@ -14,7 +14,7 @@ from tests.tasks.test_tasks import check_equal, files_of, run_tasks
 from tests.tiers import long
 
 # By the names of their stores.
-RECIPES = {code.partition(".zarr")[0].split()[-1].lstrip('"'): code for _, code in blocks("docs/tasks.md")}
+RECIPES = {code.partition(".zarr")[0].split()[-1].lstrip('"'): code for _, code, _ in blocks("docs/tasks.md")}
 LIBRARIES = {"dask": "distributed", "ray": "ray", "spark": "pyspark"}
 
 

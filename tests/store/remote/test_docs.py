@@ -20,7 +20,7 @@ def test_commands_and_code_of_the_page(folder, tmp_path, remote):
     prefix = remote.removesuffix("/store.zarr")
     found = blocks("docs/remote.md")
     assert len(found) == 2
-    for language, code in found:
+    for language, code, _ in found:
         code = code.replace("s3://bucket", prefix)
         command = ["bash", "-ec", code] if language == "sh" else [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
