@@ -356,10 +356,10 @@ class Conversion:
         self._say(self.scoring.check_ids(writer, can_refuse=self._is_whole and not self.report.num_traces_refused))
 
     def check_ids(self) -> None:
-        """Check the ids of the scores file when no file follows any more."""
-        if self.scoring.file is not None:
+        """Check the ids of the scores file when no file follows any more, unless some were refused."""
+        if self.scoring.file is not None and not self.report.num_traces_refused:
             with StoreWriter(self.store) as writer:
-                self._say(self.scoring.check_ids(writer, can_refuse=not self.report.num_traces_refused))
+                self._say(self.scoring.check_ids(writer, can_refuse=True))
 
     def _say(self, lines: Iterable[str]) -> None:
         """Print what was found in all sources."""
