@@ -147,7 +147,7 @@ def test_a_scores_file_with_the_ids_of_other_traces_is_refused_at_the_end(tmp_pa
     if words != WATCH:
         clock.sleep(3)
     assert message in error_of("convert", folder, tmp_path / "s.zarr", *words, code=3)
-    # An id of a refused trace may be in the file: if none is that of a trace, this is said, and no more.
+    # An id of a refused trace may be in the file: if none is that of a trace, the summary has one line about it.
     write_pickle(folder / "2.pkl", [*make_traces(5)[4:], {"question_id": "q3"}])
     done = convert(folder, tmp_path / "t.zarr", *dict.fromkeys((*words, "--skip-bad")))
     assert done.stdout.count("none of them in the traces") == ("x0" in ids)
