@@ -564,6 +564,34 @@ def test_a_judgment_of_a_layout_and_a_scores_file(tmp_path, header, flags, refus
     assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == [1, 0, 1, 0]
 
 
+@pytest.mark.parametrize("place", ["file", "table"])
+@pytest.mark.parametrize(
+    ("field", "header", "message"),
+    [
+        ("label", "score,label", "both judge the answers"),
+        ("correctness.score", "score,other", "both give score"),
+        ("hallucination.p", "p,other", "both give p"),
+    ],
+)
+def test_a_label_or_score_of_a_layout_and_of_a_scores_file(tmp_path, field, header, message, place):
+    """One replaced the other, and traces without a row lost theirs."""
+    items = [{"id": f"q{k}", "hs": states(2, 4, 8, seed=k), "ok": k % 2} for k in range(4)]
+    lines = [LINES[0].replace("*.pkl", "a.pkl"), f"{field} = a.pkl : [id=id]/ok"]
+    if place == "table":
+        items = [{key: item[key] for key in ("id", "hs")} for item in items]
+        write_labels(tmp_path / "in", [0, 1, 0, 1])
+        lines[1] = LINES[1].replace("is_correct", field)
+    dump(tmp_path / "in/a.pkl", items)
+    (tmp_path / "judge.csv").write_text(f"question_id,{header}\n" + "".join(f"q{k},1,1\n" for k in range(3)))
+    arguments = tmp_path / "in", tmp_path / "s.zarr", *field_flags(*lines), "--scores", tmp_path / "judge.csv"
+    column = ["--score-column", "p", "--score-direction", "hallucination"] if field == "hallucination.p" else []
+
+    assert message in error_of("convert", *arguments, *column, code=2)
+    convert(*arguments, "--score-column", header.split(",")[field != "label"], "--score-direction", "correct")
+
+    assert len(tracestore.open(tmp_path / "s.zarr").score_fields) == 1 + (field != "label")
+
+
 def test_files_that_are_read_again_are_one_line(tmp_path):
     for k in range(5):
         dump(tmp_path / f"in/{k}.pkl", rows(k))

@@ -62,6 +62,8 @@ class DescribedRun:
         The scores and labels that fill() stores, by keys; each trace that is read although the store has it is among them.
     judgments : list of str
         The fields that judge the answers, of layouts that are not built in.
+    own_scores : dict
+        The fields of labels and scores of these layouts, by the names that the store has.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class DescribedRun:
         own = [part for part in parts if part.kept_text is not None]
         self._has_own = bool(own)
         self._own = {name for part in own if part.layout is not None for name in part.layout.directions()}
-        self.judgments = [name for name in JUDGMENTS if name in self._own]
+        self.judgments = [name for name in (*JUDGMENTS, LABEL) if name in self._own]
         # In the order in which a score of a new store is the default.
         in_order = dict.fromkeys((*self.judgments, *self._directions))
         self._fields = {score_of(n): (k, n) for k, n in reversed([*enumerate(in_order)])}
@@ -92,6 +94,7 @@ class DescribedRun:
         self._executions = [part.execution for part in parts if part.execution is not None]
         # Scores of tables, which are stored when the accounts close.
         self._deferred_scores = {name for execution in self._executions for name in execution.scores_of_tables()}
+        self.own_scores = {score_of(name): name for name in self._own}
         self.keeps_copies = any("duplicates" in execution.layout.settings for execution in self._executions)
         self._labels: dict[tuple[str, int], dict[str, float]] = {}  # of the traces so far
         self.deferred: dict[tuple[str, int], dict[str, float]] = {}

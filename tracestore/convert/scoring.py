@@ -86,12 +86,8 @@ class Scoring:
         described.has_group_column = self.file is not None and self.file.has_groups
         if self.file is None:
             _check_flags(options)
-        elif (given := described.judgments) and (self.file.label_column is not None or self.file.name in given):
-            column = self.file.label_column or self.file.column
-            raise UsageError(
-                f"{self.file.path.name}: its column {escape_unprintable(column, 60)} and {given[0]} of the layout both "
-                "judge the answers; leave out one of them, or name a column of scores with --score-column"
-            )
+        else:
+            _check_layouts(self.file, described)
 
     def begin(self, writer: StoreWriter) -> None:
         """Define the score of the file in the store."""
@@ -239,7 +235,7 @@ class Scoring:
         is_scored = ~np.isnan(values.columns.score(file.name))
         # Inside of built-in layouts, only the label of the file is one.
         is_label_lost = is_own & ~np.isnan(values.columns.labels) & self._described.finds_layouts
-        no_label = None if file.label_column is None or LABEL in self._described.judgments else math.nan
+        no_label = None if file.label_column is None else math.nan
         for index, key in enumerate(keys_of(writer.index)):
             row, label = file.row_of(*key), math.nan if is_label_lost[index] else None
             if row is None:
@@ -326,6 +322,19 @@ def _question(packed: PackedTrace) -> str | None:
 def _may_label(key: str) -> bool:
     """Return whether a key of a trace is that of its label or score, which a scores file replaces."""
     return key in ("label", "labels") or direction_of(key) is not None
+
+
+def _check_layouts(file: "Scores", described: DescribedRun) -> None:
+    """Raise UsageError for labels or scores that both the file and a layout that is not built in give."""
+    field, column = described.own_scores.get(file.name), file.column
+    if file.label_column is not None and described.judgments:
+        field, column = described.judgments[0], file.label_column
+    what = "judge the answers" if field in described.judgments else f"give {file.name}"
+    if field is not None:
+        raise UsageError(
+            f"{file.path.name}: its column {escape_unprintable(column, 60)} and {field} of the layout both {what}; leave out one "
+            "of them, or name another column with --score-column"
+        )
 
 
 def _check_flags(options: ConvertOptions) -> None:

@@ -382,6 +382,7 @@ prompt_length: prompt len, prompt lens, prompt lengths, prompt tokens, num promp
   num prompt, input length, input len, input lens, input lengths, question length, question len, question lens, context len,
   answer start, ans start
 S.mask: attention mask, mask, attn mask, padding mask
+S.prompt_mask: prompt mask, is prompt
 S.lengths: length, lengths, seq lens, seq len, seq lengths, seqlens, num tokens, lens, n tokens,
   token count, token counts, total tokens, valid tokens, num valid tokens, sequence length, sequence lengths, sequence len,
   seq length, valid length

@@ -1,4 +1,4 @@
-"""Test states, ids and values that begin behind others: a first token without id, and tokens from prompt_length on."""
+"""Test states, ids and values that begin behind others: a first token without id or state, and tokens from prompt_length on."""
 
 import numpy as np
 import pytest
@@ -379,3 +379,91 @@ def test_messages_say_what_was_expected(line, words, tmp_path):
 
     with pytest.raises(TracestoreError, match=words):
         convert(tmp_path, STATES | line | {"ignore": ignore})
+
+
+# Ids in front without states, and tokens that are marked as the prompt
+
+
+@pytest.mark.parametrize("num_skipped", [1, 2])
+@pytest.mark.parametrize("has_last", [True, False])
+def test_ids_in_front_whose_states_were_left_out(tmp_path, num_skipped, has_last):
+    """The ids and the texts have tokens that no state has [every id is moved by one]."""
+    count = 5 + num_skipped + has_last
+    one(tmp_path, ids=list(range(count)), toks=list("abcdefgh"[:count]), n=num_skipped + 2)
+    lines = {"tokens": f"{ITEM}ids -> T", "tokens_decoded": f"{ITEM}toks -> T", "prompt_length": f"{ITEM}n"}
+    refuse(tmp_path, STATES | {"tokens": f"{ITEM}ids"}, "with T.skip = 1 the first one" if count == 6 else "tokens")
+    refuse(tmp_path, STATES | lines | {"T.skip": num_skipped + 3}, "prompt_length: found|tokens: found")
+
+    trace = convert(tmp_path, STATES | lines | {"T.skip": num_skipped})["a", 0]
+
+    assert trace.tokens.tolist() == list(range(num_skipped, count))
+    assert trace.tokens_decoded == list("abcdefgh"[num_skipped:count])
+    assert trace.prompt_length == 2
+
+
+def test_skipped_ids_need_a_line_for_more_ids_than_states(tmp_path):
+    one(tmp_path, ids=list(range(5)))
+    with pytest.raises(UsageError, match=r"T\.skip: has no effect without a line with the axis T"):
+        convert(tmp_path, STATES | {"tokens": f"{ITEM}ids", "T.skip": 1})
+    refuse(tmp_path, STATES | {"tokens": f"{ITEM}ids -> T", "T.skip": 1}, "found 4 ids, expected 5 or 6")
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ([1, 1, 0, 0, 0], 2),
+        ([True, True, True, True, True], 5),
+        ([0, 0, 0, 0, 0], 0),
+        ([0, 0, 1, 1, 1], "found 1 behind 0"),
+        ([1, 0, 1, 0, 0], "found 1 behind 0"),
+        ([1, 1, 0, 0], "expected 0 or 1 for each of 5 tokens"),
+        ([1, 2, 0, 0, 0], "expected 0 or 1 for each of 5 tokens"),
+        (None, "the trace has no value where the layout says"),
+    ],
+)
+def test_tokens_that_are_marked_as_the_prompt(tmp_path, flags, found):
+    """A flag for each token says what belongs to the prompt [a loss mask, which marks the answer]."""
+    one(tmp_path, ids=list(range(5)), m=flags, n=3)
+    layout = STATES | {"tokens": f"{ITEM}ids", "S.prompt_mask": f"{ITEM}m"}
+    if isinstance(found, str):
+        refuse(tmp_path, layout, f"S.prompt_mask: .*{found}")
+        return
+    assert convert(tmp_path, layout)["a", 0].prompt_length == found
+    refuse(tmp_path, layout | {"prompt_length": f"{ITEM}n"}, f"prompt_length: found 3, expected {found} as marked")
+
+
+def test_marked_tokens_of_padded_rows(tmp_path):
+    mask = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    arrays = {
+        "hs": states(2, 2, 5, 8) * mask[:, None, :, None],
+        "m": mask,
+        "p": mask * [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]],
+    }
+    dump(tmp_path / "in/a.pkl", arrays)
+    lines = {"S.mask": "a.pkl : m -> N S", "S.prompt_mask": "a.pkl : p -> N S"}
+
+    traces = convert(tmp_path, {"hidden_states": "a.pkl : hs -> N L S D"} | lines)
+
+    assert [(trace.num_tokens, trace.prompt_length) for trace in traces.values()] == [(3, 2), (4, 1)]
+
+
+def test_marked_tokens_in_rows_of_tokens(tmp_path):
+    rows = [{"id": q, "pos": k, "m": k < 2 + (q == "b"), "h": [1.0 + k, 2]} for q in "ab" for k in (2, 0, 1, 3)]
+    dump(tmp_path / "in/a.pkl", rows)
+    row = "a.pkl : [id=id, token=pos]/"
+
+    found = convert(tmp_path, {"hidden_states": f"{row}h -> D", "S.prompt_mask": f"{row}m"})
+
+    assert [trace.prompt_length for trace in found.values()] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_refused"), [([0, 0, 1, 1, 1], False), ([1, 1, 0, 0, 0], True), ([1, 1, 1, 1, 1], False)]
+)
+def test_a_mask_of_the_prompt_is_no_mask_of_generated_tokens(tmp_path, flags, is_refused):
+    one(tmp_path, m=flags)
+    layout = STATES | {"generated_mask": f"{ITEM}m"}
+    if is_refused:
+        refuse(tmp_path, layout, "generated_mask: found the first token as generated and the last one as not")
+    else:
+        assert convert(tmp_path, layout)["a", 0].generated_mask.tolist() == flags

@@ -1,12 +1,14 @@
 """Test that every stated order of axes gives the same traces."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 
 import tracestore
 from tests.helpers import command, field_flags
-from tests.ingest.execute.folders import convert, dump, refuse, states
+from tests.ingest.execute.folders import convert, dump, refuse, save, states
 from tracestore.errors import UsageError
 
 COUNT, LAYERS, TOKENS, WIDTH = 3, 2, 4, 6
@@ -268,3 +270,41 @@ def test_rule_09_rows_that_are_stated_twice_agree(field, right, wrong, is_wrong,
         refuse(tmp_path, layout, f"{field}: found other rows than S.offsets")
     else:
         assert [trace.num_tokens for trace in convert(tmp_path, layout).values()] == [2, 1, 3]
+
+
+def several_answers(way):
+    """Return files with two answers to each of three questions without ids, and the line of their states."""
+    found = [[states(2, 4 + n + k, 8, seed=3 * n + k) for k in range(2)] for n in range(3)]
+    return {
+        "axes": ({"a.pkl": np.stack([np.stack([h[:, 0] for h in one]) for one in found])}, "a.pkl -> N K L D"),
+        "lists": ({"a.pkl": found}, "a.pkl : []/[K] -> L S D"),
+        "items": (
+            {"a.pkl": [{"answers": [{"hs": h} for h in one]} for one in found]},
+            "a.pkl : []/answers/[K]/hs -> L S D",
+        ),
+        "files": ({f"{n}.pkl": {"s": one} for n, one in enumerate(found)}, "{n}.pkl : s/[K] -> L S D"),
+        "any files": ({f"{n}.pkl": {"s": one} for n, one in enumerate(found)}, "*.pkl : s/[K] -> L S D"),
+    }[way]
+
+
+@pytest.mark.parametrize("way", ["axes", "lists", "items", "files", "any files"])
+def test_answers_to_a_question_without_an_id_have_one_id(tmp_path, way):
+    """Ids are made of files and positions [those of answers: a split would divide a question]."""
+    files, line = several_answers(way)
+    for name, value in files.items():
+        dump(tmp_path / "in" / name, value)
+
+    traces = convert(tmp_path, {"last_token" if way == "axes" else "hidden_states": line})
+
+    ids = [f"{n}.pkl:0" if "files" in way else f"a.pkl:{n}" for n in range(3)]
+    assert [*traces] == [(name, k) for name in ids for k in range(2)]
+
+
+def test_numbers_of_answers_need_an_id(tmp_path):
+    for name in ("q0_0", "q0_1", "q1_0", "q1_1"):
+        save(tmp_path / f"in/{name}.npy", states(2, 4, 8, seed=int(name[1] + name[3])))
+    layout = {"hidden_states": "{q}_{sample}.npy -> L S D"}
+    refuse(tmp_path, layout, "sample: answer 1 of a question without an id")
+    shutil.rmtree(tmp_path / "s.zarr")
+
+    assert [*convert(tmp_path, layout | {"question_id": "={q}"})] == [("q0", 0), ("q0", 1), ("q1", 0), ("q1", 1)]

@@ -373,3 +373,57 @@ def test_columns_without_a_letter_number_nothing(tmp_path):
     np.save(tmp_path / "in/hidden_states.npy", np.stack([states(3, 5, 16, seed=k) for k in range(6)]))
     (tmp_path / "in/1.csv").write_text("0,1\n" + "".join(f"{k},{k + 7}\n" for k in range(6)))
     assert "none is proved" in proposal_of(tmp_path).refusal()
+
+
+# Integers of the tokens, columns of labels
+
+
+def write_items(folder, **columns):
+    """Write states and integers `ids` of four traces, and a table with the columns."""
+    for k in range(4):
+        folder.mkdir(exist_ok=True)
+        np.savez(folder / f"q{k}.npz", hidden_states=states(3, 4 + k, 8, seed=k), ids=np.arange(4 + k) + 100 * k)
+    rows = [{"id": f"q{k}", **{name: values[k] for name, values in columns.items()}} for k in range(4)]
+    table(folder / "t.csv", rows)
+
+
+def test_ids_inside_a_trace_may_be_those_of_its_tokens(tmp_path):
+    """They are as many as states [other ids, such as those of rows of a batch]."""
+    write_items(tmp_path / "in", prompt_len=[2, 3, 2, 4], is_correct=[0, 1, 1, 0])
+
+    refuse(tmp_path)
+
+    ((candidate, path),) = check_candidates(tmp_path, proposal_of(tmp_path))
+    assert "tokens: ids may be other ones than those of tokens" in candidate.unproved
+    assert [trace.tokens.tolist() for trace in tracestore.open(path)] == [
+        [*range(100 * k, 100 * k + 4 + k)] for k in range(4)
+    ]
+    assert [trace.prompt_length for trace in tracestore.open(path)] == [2, 3, 2, 4]
+
+
+def test_each_of_two_labels_may_be_the_one_that_is_meant(tmp_path):
+    """One column says whether an answer informs, one whether it is true [the first one is taken]."""
+    values = {"label_info": [1, 1, 0, 1], "label_truth": [0, 1, 0, 0]}
+    write_items(tmp_path / "in", **values)
+
+    stores = check_candidates(tmp_path, proposal_of(tmp_path))
+
+    found = {tuple(tracestore.open(path).targets().tolist()): candidate for candidate, path in stores}
+    expected = [[abs(is_correct - v) for v in column] for column in values.values() for is_correct in (0, 1)]
+    assert set(found) == set(map(tuple, expected))
+    for candidate in found.values():
+        (left_out,) = candidate.left_out
+        assert left_out.startswith("t.csv : [id=id]/label_")
+
+
+@pytest.mark.parametrize("mark", [lambda k, n: k < n, lambda k, n: int(k < n)])
+def test_flags_of_the_prompt(tmp_path, mark):
+    rows = [
+        {"id": f"q{k}", "hidden_states": states(3, 5 + k, 8, seed=k), "input_ids": np.arange(5 + k)} for k in range(3)
+    ]
+    dump(
+        tmp_path / "in/a.pkl",
+        [row | {"is_prompt": np.array([mark(n, 2 + k) for n in range(5 + k)])} for k, row in enumerate(rows)],
+    )
+
+    assert [trace.prompt_length for trace in accept(tmp_path).values()] == [2, 3, 4]

@@ -131,6 +131,7 @@ def read_tokens(trace: TraceCells, num_states: int, length: int | None, *, has_p
         letter = "S"
     if is_of_sequences(place):
         letter = "T"
+    ids = ids[num_skipped(trace.settings, letter) :]
     # The ids that generate() and vLLM return are always one more: one id less would move the others.
     is_exact = letter == "G" or (letter == "T" and (has_passes or is_of_answer))
     if letter == "T" and len(set(ids[num_states + 1 :].tolist())) < 2 and _rows_of_passes(trace) is not None:
@@ -146,6 +147,12 @@ def is_of_sequences(place: Place) -> bool:
     """Return whether a place is that of the ids that generate() returns, without axes in the layout."""
     last = place.address.path[-1] if place.address.path else None
     return place.address.axes is None and isinstance(last, KeyStep) and last.text == "sequences"
+
+
+def num_skipped(settings: Mapping[str, Any], letter: str) -> int:
+    """Return how many values in front of those on an axis are of tokens whose states were left out."""
+    number: int = settings.get("T.skip", 0) if letter == "T" else 0
+    return number
 
 
 def check_ids(
@@ -167,7 +174,7 @@ def check_ids(
         found = f"{len(ids)} ids" if ids.ndim == 1 else f"the shape {ids.shape}"
         expected = " or ".join(map(str, allowed))
         hint = {
-            num_states + 1: "; -> T says that the last token has no states"
+            num_states + 1: "; -> T says that the last token has no states, with T.skip = 1 the first one"
             + ", if prompt_length counts all that is in front" * is_of_answer,
             num_states - 1: '; ["=ID", ADDRESS] puts the id of a first token that the ids lack in front',
         }.get(ids.shape[0] if ids.ndim == 1 else -1, "")

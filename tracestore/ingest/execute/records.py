@@ -14,12 +14,13 @@ from tracestore.ingest.execute.arrays import (
     check_masked_tokens,
     check_new_tokens,
     check_zero_tokens,
+    num_skipped,
     read_attention,
     read_states,
     read_tokens,
 )
 from tracestore.ingest.execute.axes import LayerIds, LayerOrder
-from tracestore.ingest.execute.row_padding import Padding, of_span
+from tracestore.ingest.execute.row_padding import Padding, Span, of_span
 from tracestore.ingest.execute.table_accounts import KeptValues
 from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.execute.values import (
@@ -31,7 +32,7 @@ from tracestore.ingest.execute.values import (
     typed_value,
     verdict_value,
 )
-from tracestore.ingest.layout.fields import KEY, score_of
+from tracestore.ingest.layout.fields import KEY, PROMPT_MASK, score_of
 from tracestore.ingest.layout.places import DERIVED, RECORDS, Plan
 from tracestore.ingest.readers.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
@@ -72,7 +73,7 @@ class RecordMaker:
     ) -> None:
         self._has_scores_file, self._stated = has_scores_file, stated
         self.plan, self.settings, self.need_attention = plan, plan.layout.settings, need_attention
-        self._source, self._states = source_name, plan.layout.states
+        self.source_name, self._states = source_name, plan.layout.states
         words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
         self._words = None if is_of_schema else words
         self.layers = LayerOrder(plan.layout, is_of_schema=is_of_schema)
@@ -98,13 +99,19 @@ class RecordMaker:
             if not text.isdecimal():
                 raise InvalidInputError(f"found {text[:40]!r}, expected the number of an answer", field="sample")
             values["sample"] = int(text)
+            if values["sample"] and not values.keys() & {"question_id", "global_example_id"}:
+                raise InvalidInputError(
+                    f"answer {values['sample']} of a question without an id: a line for question_id tells which answers "
+                    "belong together, such as an address, or names of files as in =NAME",
+                    field="sample",
+                )
 
     def record(self, values: dict[str, Any], position: int, *, is_row: bool) -> TraceRecord:
         """Return the record of checked values; rules 6a, 6b, 17c and 24. `is_row`: they may be padded as rows of a stack."""
         states, is_last = values[self._states], self._states == "last_token"
         scores = values.pop("scores", None) if self._has_scores_file else None
         record = record_from_dict(
-            values, source_name=self._source, position=position, need_attention=self.need_attention
+            values, source_name=self.source_name, position=position, need_attention=self.need_attention
         )
         record.dropped = []
         record.extras |= {} if scores is None else {"scores": scores}
@@ -118,6 +125,10 @@ class RecordMaker:
             record.group = group_text(record.group)
         if self._has_no_padding:  # the record has compared the shapes
             check_zero_tokens([layer.reshape(1, -1) for layer in states] if is_last else states, self._states)
+        mask = record.optional.get("generated_mask")
+        if mask is not None and self._words is not None and mask[0] and not mask[-1]:
+            text = f"found the first token as generated and the last one as not; {PROMPT_MASK} takes the inverse"
+            raise InvalidInputError(text, field="generated_mask")
         if is_row and not is_last and self._words is not None and self.settings.get("S.padding") != "none":
             check_ends(states, self._states)
         if record.attention is not None:
@@ -217,6 +228,7 @@ class TraceBuilder:
         # Fields of tokens with the value of a first token in front.
         self._in_front = (layout.templates.keys() & layout.addresses.keys()) - {"prompt_length"}
         self.padding = Padding(self.plan)
+        self._questions: dict[tuple[Any, ...], int] = {}  # numbers of questions without ids that have several answers
 
     def record(self, trace: TraceCells, position: int) -> TraceRecord | None:
         """Return the record of a trace, None for one that is left out."""
@@ -257,6 +269,10 @@ class TraceBuilder:
         """Set question_id and sample of a trace from what it binds, unless fields say them."""
         environment = trace.environment
         self._maker.set_id(values, environment, values.pop("id", None))
+        if "K" in environment and not values.keys() & {"question_id", "global_example_id"}:
+            question = tuple(value for name, value in environment.items() if name not in ("K", "N*"))
+            number = self._questions.setdefault(question, len(self._questions))
+            values["question_id"] = f"{self._maker.source_name}:{number}"
         if (question_id := values.get("question_id")) is not None:
             environment.setdefault("id", question_id)
             trace.made_id = question_id if environment["id"] != question_id else None
@@ -297,7 +313,11 @@ class TraceBuilder:
         layers = values["hidden_states"]
         num_states, has_passes = len(layers[0]), len(sizes) > 1 and len(trace.cells) == 1
         length = None if "NS" in trace.fixed else self._length(trace)
-        stated = trace.prompt_length = values.get("prompt_length")
+        if type(stated := values.get("prompt_length")) is int and (skipped := num_skipped(self._settings, "T")):
+            if stated < skipped:
+                raise InvalidInputError(f"found {stated}, expected at least T.skip = {skipped}", field="prompt_length")
+            values["prompt_length"] = stated = stated - skipped
+        trace.prompt_length = stated
         tokens = read_tokens(trace, num_states, length, has_passes=has_passes)
         num_prompt_ids = trace.num_first_values
         attention, own = read_attention(trace, num_states, is_needed=self._maker.need_attention is not False)
@@ -319,12 +339,31 @@ class TraceBuilder:
         if (prompt := values.get("prompt_length")) is not None:
             prompt = self.padding.prompt_of(prompt, span, num_states, is_stated=stated is not None)
             values["prompt_length"] = prompt
+        self._set_prompt_mask(trace, values, span, num_states)
         self._check_prompt(trace, values, self.plan.layout.states, trace.num_first, begin)
         if tokens is not None:
             self._check_prompt(trace, values, "tokens", num_prompt_ids, 0 if padded is None else begin)
             values["tokens"] = of_span(tokens, span, num_states)
         self._set_values(trace, values, span, num_states)
         return own
+
+    def _set_prompt_mask(self, trace: TraceCells, values: dict[str, Any], span: Span, num_states: int) -> None:
+        """Set prompt_length to the number of tokens, without padding, that a line marks as the prompt."""
+        if (found := trace.known(PROMPT_MASK, trace.array(PROMPT_MASK, "ST"))) is None:
+            return
+        flags, num_tokens = of_span(found[0], span, num_states), span[1] - span[0]
+        if flags.ndim != 1 or len(flags) not in (num_tokens, num_tokens + 1) or not np.isin(flags, (0, 1)).all():
+            expected = f"0 or 1 for each of {num_tokens} tokens"
+            raise InvalidInputError(
+                f"found {flags.dtype} of the shape {flags.shape}, expected {expected}", field=PROMPT_MASK
+            )
+        length = int(flags.sum())
+        if flags[length:].any():
+            raise InvalidInputError("found 1 behind 0, expected 1 for the prompt, which comes first", field=PROMPT_MASK)
+        if values.setdefault("prompt_length", length) != length:
+            raise InvalidInputError(
+                f"found {values['prompt_length']}, expected {length} as marked", field="prompt_length"
+            )
 
     def _set_values(self, trace: TraceCells, values: dict[str, Any], span: tuple[int, int], num_states: int) -> None:
         """Set texts and values of the tokens, without padding."""
@@ -333,9 +372,10 @@ class TraceBuilder:
             raise InvalidInputError(text, field="answer_span")
         for name in self._per_token:
             if (found := trace.array(name, "ST")) is not None:
-                num_before = span[0] if len(found[0]) >= num_states else 0
+                of_tokens = found[0][num_skipped(self._settings, found[1]) :]
+                num_before = span[0] if len(of_tokens) >= num_states else 0
                 self._check_prompt(trace, values, name, trace.num_first_values, num_before)
-                values[name] = of_span(found[0], span, num_states)
+                values[name] = of_span(of_tokens, span, num_states)
         if (texts := values.get("tokens_decoded")) is not None:
             if texts.dtype != object:
                 raise InvalidInputError("found other values than texts", field="tokens_decoded")

@@ -32,8 +32,9 @@ STATES = ("hidden_states", "last_token")
 # Scores whose values are 0, 1, missing or words.
 LABELS = ("label", *vocabulary.JUDGMENTS)
 MASKS = ("S.mask", "S.padding_mask")  # 1 is a token; 1 is padding
+PROMPT_MASK = "S.prompt_mask"  # 1 is a token of the prompt
 _KNOWN: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(MASKS, ("S",)),
+    **dict.fromkeys((*MASKS, PROMPT_MASK), ("S",)),
     "S.lengths": (),
     "S.offsets": ("N",),
     "S.starts": (),
@@ -54,6 +55,7 @@ SETTINGS: dict[str, tuple[type, ...] | tuple[str, ...]] = {
     "P.repeats": (bool,),
     "P.new": (bool,),
     "S.prompt": ("tokens", "columns"),
+    "T.skip": (int,),
     "duplicates": ("keep", "drop"),
 }
 # Prefix of the fields that bind a name by their value: later lines join by it.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tracestore.ingest.execute.row_ranges import covers
+from tracestore.ingest.layout.fields import PROMPT_MASK
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation
@@ -32,7 +33,8 @@ _MAX_DRAFTS = 48
 _FIELDS = frozenset((*TEXTS, *ARRAYS, *RANGES, "question_id", "prompt_length"))
 # Attributes in which libraries of tables describe their columns.
 _HEADERS = ("@huggingface", "@pandas", "@content_defined_chunking")
-_Choice = tuple[str, Line | None]
+# A field, its line, None for none, and the leaf of the line.
+_Choice = tuple[str, Line | None, Meaning]
 
 
 @dataclass
@@ -136,11 +138,11 @@ class Drafter:
             return
         name = "hidden_states" if frame.has_tokens else "last_token"
         fixed, doubts, extents = self._stated(states, name, identity, frame)
-        used = [states, *(m for m in self.meanings if m.leaf in extents)]
-        choices = [*self._fields(states, identity, frame, used), *self._verdicts(identity, frame, used)]
+        of_states = [states, *(m for m in self.meanings if m.leaf in extents)]
+        choices = [*self._fields(states, identity, frame), *self._verdicts(identity, frame)]
         for chosen in itertools.product(*choices):
-            lines = {name: line for name, line in chosen if line is not None}
-            own = [m for m in used if m.field != "attentions" or m.field in lines]
+            lines = {name: line for name, line, _ in chosen if line is not None}
+            own = [*of_states, *(meaning for _, line, meaning in chosen if line is not None)]
             entries: dict[str, Any] = {name: Line(address, axes).text} | {n: line.text for n, line in lines.items()}
             entries |= {f"words.{word}": "missing" for meaning in own for word in meaning.missing} | fixed
             draft = Draft(entries, Case(self.places, states, identity, frame, lines, name).unproved() + doubts)
@@ -176,10 +178,10 @@ class Drafter:
         same = (str(leaf) for leaf, texts in found if texts != ids and sorted(texts) == sorted(ids))
         return next((f"{leaf}: has the ids of question_id in another order" for leaf in same), "")
 
-    def _fields(self, states: Meaning, identity: Identity, frame: Frame, used: list[Meaning]) -> list[list[_Choice]]:
-        """Return the lines that each field but the labels may have; add the leaves that have one to `used`."""
+    def _fields(self, states: Meaning, identity: Identity, frame: Frame) -> list[list[_Choice]]:
+        """Return the lines that each field but the labels may have."""
         found: dict[str, tuple[Meaning, list[Line]]] = {}
-        meanings = [self._of_context(m, identity, frame) for m in self.meanings if m is not states]
+        meanings = [_of_ids(self._of_context(m, identity, frame), identity) for m in self.meanings if m is not states]
         padded = {m.leaf.place: num for m in meanings if (num := self._num_padded(m, identity, frame)) is not None}
         # Lengths that leave out tokens come first, then leaves next to the states.
         for meaning in sorted(
@@ -198,7 +200,6 @@ class Drafter:
             found["sample"] = number, lines
         has_tokens = "tokens" in found or ("tokens_decoded" in found and _is_prompt_of(found))
         found = {name: value for name, value in found.items() if not _is_superfluous(name, frame, has_tokens)}
-        used += [meaning for meaning, _ in found.values()]
         return [_choices(name, meaning, lines) for name, (meaning, lines) in found.items()]
 
     def _num_padded(self, meaning: Meaning, identity: Identity, frame: Frame) -> int | None:
@@ -230,16 +231,18 @@ class Drafter:
         may_be = len({length for length, _ in pairs}) > 1 and all(0 < length < size for length, size in pairs)
         return replace(meaning, field="prompt_length" if may_be else "")
 
-    def _verdicts(self, identity: Identity, frame: Frame, used: list[Meaning]) -> Iterator[list[_Choice]]:
-        """Yield the lines that labels and scores may have, under each field that they may be."""
-        names: set[str] = set()
-        # Those that a word explains come first: a label without such a word has to agree with them.
+    def _verdicts(self, identity: Identity, frame: Frame) -> list[list[_Choice]]:
+        """Return the lines that labels and scores may have, under each field that they may be."""
+        explained: set[str] = set()
+        choices: dict[tuple[str, ...], list[_Choice]] = {}
+        # Those that a word explains come first: a label without such a word has to agree with them. Of several without
+        # such a word each may be the one that is meant.
         for meaning in sorted(self.meanings, key=lambda m: len(m.verdicts)):
-            fields = [name for name in meaning.verdicts if name not in names]
+            fields = tuple(name for name in meaning.verdicts if name not in explained)
             if fields and (lines := self._lines(meaning, "verdict", identity, frame)):
-                names.update(fields)
-                used.append(meaning)
-                yield [(name, line) for name in fields for line in lines]
+                explained.update(fields if len(meaning.verdicts) == 1 else ())
+                choices.setdefault(fields, []).extend((name, line, meaning) for name in fields for line in lines)
+        return list(choices.values())
 
     def _lines(self, meaning: Meaning, name: str, identity: Identity, frame: Frame) -> list[Line]:
         """Return the lines of a leaf as a field, with every order of the axes that fits."""
@@ -353,10 +356,18 @@ def _without_class(value: Any) -> Any:
     return value.replace("{verdict}", "{kind}") if isinstance(value, str) else value
 
 
+def _of_ids(meaning: Meaning, identity: Identity) -> Meaning:
+    """Return integers `ids` inside a trace that something else tells apart as those of its tokens."""
+    leaf = meaning.leaf
+    is_list = meaning.field == "question_id" and leaf.rank == 1 and leaf.number_kind == "i"
+    is_inside = identity.mode == "ids" and leaf is not identity.id_leaf and "id" in leaf.bound
+    return replace(meaning, field="tokens") if is_list and is_inside else meaning
+
+
 def _choices(name: str, meaning: Meaning, lines: Sequence[Line]) -> list[_Choice]:
     """Return the lines of a field; none is a choice for what may be another output than weights of attention."""
-    found: list[_Choice] = [(name, line) for line in lines]
-    return [*found, (name, None)] if name == "attentions" and meaning.is_of_module else found
+    found: list[_Choice] = [(name, line, meaning) for line in lines]
+    return [*found, (name, None, meaning)] if name == "attentions" and meaning.is_of_module else found
 
 
 def _needs_id(meaning: Meaning, identity: Identity) -> bool:
@@ -379,7 +390,7 @@ def _is_prompt_of(found: Mapping[str, tuple[Meaning, list[Line]]]) -> bool:
 
 def _is_superfluous(name: str, frame: Frame, has_tokens: bool) -> bool:
     """Return whether a field says nothing in addition to the others."""
-    if name == "prompt_length":
+    if name in ("prompt_length", PROMPT_MASK):
         return not has_tokens  # rule 16
     if name in RANGES and name != "S.lengths":
         return "(N S)" not in frame.axes

@@ -9,6 +9,7 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.values import label_value
+from tracestore.ingest.layout.fields import PROMPT_MASK
 from tracestore.ingest.propose.leaves import Leaf
 from tracestore.ingest.propose.names import contains, without_names, words_of
 from tracestore.store.format import schema
@@ -35,6 +36,7 @@ _TAKES: dict[str, tuple[str, int, int]] = {
     "tokens_decoded": ("s", 0, 3),
     "question_id": ("is", 0, 1),
     "S.mask": ("ibf", 1, 4),
+    PROMPT_MASK: ("ib", 0, 2),
     "S.offsets": ("i", 1, 1),
     "L.ids": ("i", 1, 1),
     **{name: ("f" if field.dtype == "<f4" else "ib", 1, 9) for name, field in schema.PER_TOKEN_FIELDS.items()},

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from tracestore.ingest.layout.fields import PROMPT_MASK
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import Leaf, Spot
 from tracestore.ingest.propose.meanings import STATES, Meaning
@@ -22,7 +23,7 @@ _LETTERS = {
     "tokens": ("1", "S"),
     "sequences": ("1", "T"),
     "tokens_decoded": ("1", "S"),
-    "S.mask": ("1", "S"),
+    **dict.fromkeys(("S.mask", PROMPT_MASK), ("1", "S")),
     "L.ids": ("1", "L"),
     **dict.fromkeys(schema.PER_TOKEN_FIELDS, ("1", "S")),
 }

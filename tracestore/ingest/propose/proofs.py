@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from tracestore.ingest.layout.fields import PROMPT_MASK
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import NUMBERS, Leaf, Spot
 from tracestore.ingest.propose.meanings import Meaning, contradictions
@@ -15,7 +16,7 @@ from tracestore.store.format import schema
 from tracestore.store.vocabulary import COUNTED, SAYING, score_of_word
 
 TEXTS = ("question", "generated_answer", "generated_answer_clean", "generated_text")
-ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", "L.ids", *schema.PER_TOKEN_FIELDS)
+ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", PROMPT_MASK, "L.ids", *schema.PER_TOKEN_FIELDS)
 RANGES = ("S.offsets", "S.lengths", "S.starts", "S.ends")
 PROOFS_OF_S = frozenset(("tokens", "tokens_decoded", "attentions", "S.mask", *RANGES))
 _ANSWERS = frozenset(("generated_answer", "generated_answer_clean"))
@@ -205,7 +206,7 @@ class Case:
             if "S" in self.frame.axes and not self._has("S.mask", "S.lengths") and None not in self.frame.num_tokens:
                 yield PADDING
         if self._has("tokens") and "T" in self.lines["tokens"].axes and not self.frame.has_passes:
-            yield "tokens: one id more than states"
+            yield "tokens: one id more than states: -> T says that the last token has none, with T.skip = 1 the first one"
         if self.name == "hidden_states" and not self._proves_tokens():
             are_steps = "step" in self.frame.leaf.bound and self.identity.mode == "ids" and self._is_one_text
             are_passes = are_steps or (self._are_all_layers and self.frame.has_passes)
@@ -252,6 +253,8 @@ class Case:
             keys = {"_".join(words_of(m.leaf.key)) for m in same} - {name}
             if self._has(name) and (keys & SAYING["vague texts"] or (len(same) > 1 and len(keys) == len(same))):
                 yield f"{name}: another text may be meant: {', '.join(sorted(keys))}"
+        if self._has("tokens") and self._words("tokens") == {"ids"}:
+            yield "tokens: ids may be other ones than those of tokens"
         if self._has("prompt_length"):
             yield from self._of_prompts()
         yield from self._of_numbers()
