@@ -220,26 +220,27 @@ def test_a_store_is_no_output_folder(name, work):
 
 
 @pytest.mark.parametrize(
-    ("name", "folder", "has_overwrite"),
+    ("name", "folder", "is_mine"),
     [
-        ("train", "b", True),
-        ("benchmark", "r1", True),
-        ("benchmark", "traces", True),
-        *((name, f"mine/{file}", False) for name, file in (
+        ("train", "b", False),
+        ("benchmark", "r1", False),
+        ("benchmark", "traces", False),
+        *((name, f"mine/{file}", True) for name, file in (
             ("train", "report.html"), ("train", "predictions.csv"), ("train", "auroc.svg"), ("benchmark", "scores.csv"),
             ("benchmark", "table.txt"), ("benchmark", "report.html"))),
     ],
 )  # fmt: skip
-def test_an_output_folder_keeps_files_of_others(name, folder, has_overwrite, work):
+def test_an_output_folder_keeps_files_of_others(name, folder, is_mine, work):
     path = work / folder
-    if not has_overwrite:
+    if is_mine:
         path.parent.mkdir()
         path.write_text("mine")
         path = path.parent
     before, had_lock = tree_digest(path), (path / ".lock").exists()
-    words = [*folder_words(name, work, path), *(["--overwrite"] if has_overwrite else [])]
-    error = error_of(*words, code=2)
-    assert ("belongs to" if has_overwrite else "exists; ") in error
+    words = folder_words(name, work, path)
+    for flags in [["--overwrite"], *([[]] if is_mine else [])]:
+        message = "a file in a folder without" if is_mine else "belongs to"
+        assert message in error_of(*words, *flags, code=2)
     if not had_lock:
         (path / ".lock").unlink()
     assert tree_digest(path) == before

@@ -3,6 +3,7 @@
 import functools
 import json
 import operator
+import shutil
 
 import numpy as np
 import pytest
@@ -119,6 +120,16 @@ def test_a_state_belongs_to_costs(store, cost, other):
     make(store, **options, num_threads=0).load_state_dict(json.loads(json.dumps(first.state_dict())))
     with pytest.raises(UsageError, match="state of another loader: costs_crc32c"):
         make(store, **options, **other).load_state_dict(first.state_dict())
+
+
+def test_a_state_belongs_to_a_store_and_its_copies(store, tmp_path):
+    """Another store with as many traces would continue in the middle of its epoch."""
+    state = make(store).state_dict()
+    shutil.copytree(store, tmp_path / "copy.zarr")
+    make(tmp_path / "copy.zarr").load_state_dict(state)
+    write_store(tmp_path / "other.zarr", make_traces(N + 1)[1:])
+    with pytest.raises(UsageError, match="state of another loader: stores"):
+        make(tmp_path / "other.zarr").load_state_dict(state)
 
 
 def test_pad_and_drop_last(store):

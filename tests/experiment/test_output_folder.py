@@ -349,6 +349,15 @@ def test_resume_loses_no_training(labeled, tmp_path, first, resumed):
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize("options", [{}, {"seeds": 1}])
+def test_resume_loses_no_probe(labeled, tmp_path, options):
+    train(labeled, tmp_path, probe=True, **options)
+    before = files(tmp_path)
+    with pytest.raises(UsageError, match="has results of the probe; pass --probe"):
+        train(labeled, tmp_path, replace(CONFIG, resume=True), overwrite=False, probe=False, **options)
+    assert files(tmp_path) == before
+
+
 @pytest.mark.long
 def test_resume_adds_models_and_seeds(labeled, tmp_path):
     train(labeled, tmp_path, seeds=1)

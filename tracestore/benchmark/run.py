@@ -130,13 +130,14 @@ def run_benchmark(
         checkpoints = output_dir.glob("checkpoints*/*.pt") if options.save_detectors else ()
         if not options.overwrite and ((output_dir / RESULTS).exists() or any(checkpoints)):
             raise UsageError(f"{output_dir} holds earlier results; pass --overwrite or another --output")
+        is_run = (output_dir / RESULTS).exists() or any(output_dir.glob("folds-*.json"))
         if (output_dir / RESULTS).exists():
             _check_replaced(output_dir / RESULTS)
         check_output_files(
             output_dir,
             (REPORT, TABLE, *(_scores_file(name, opened) for name in opened)),
             own=BENCHMARK,
-            overwrite=options.overwrite,
+            overwrite=options.overwrite and is_run,
             inputs=options.scores.values(),
         )
         with Activity(log, show) as activity:

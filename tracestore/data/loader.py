@@ -290,7 +290,7 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch, as a few integers and strings.
 
-        Of several stores that are opened as one it names each by its content.
+        Of several stores that are opened as one it names each by its content, of one some ids.
 
         Returns
         -------

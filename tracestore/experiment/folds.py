@@ -81,8 +81,14 @@ def check_resumed(folder: Path, runs: Sequence[TrainingRun], models: Sequence[st
         if path.name in CHECKPOINTS and path.parent not in planned:
             raise UsageError(
                 f"--resume: {path} is of a training that this command leaves out; pass the --models, --seed, --seeds and "
-                "--folds of the run, or more models or seeds, or another --output"
+                "--folds of the run, more models, more seeds if the run has --seeds or --folds, or another --output"
             )
+
+
+def check_no_probe(folder: Path) -> None:
+    """Raise UsageError if the results of a run without the probe would lose those of the probe."""
+    if (folder / RESULTS_FILE).exists() and "probe" in read_results(folder):
+        raise UsageError(f"--resume --no-probe: {folder} has results of the probe; pass --probe, or another --output")
 
 
 def remove_run(folder: Path) -> None:

@@ -138,9 +138,10 @@ def _check_output_dir(folder: Path, options: TrainOptions) -> None:
     if is_run and not (options.config.resume or options.overwrite):
         raise UsageError(f"{folder} holds an earlier run: continue it with --resume, or replace it with --overwrite")
     folds.check_replaced(folder)
+    if options.config.resume and not options.probe:
+        folds.check_no_probe(folder)
     # Files of these names in a folder without a run belong to the user.
-    replaces = options.overwrite or (options.config.resume and is_run)
-    check_output_files(folder, (PREDICTIONS, REPORT, *PLOTS), own=TRAIN, overwrite=replaces)
+    check_output_files(folder, (PREDICTIONS, REPORT, *PLOTS), own=TRAIN, overwrite=is_run)
 
 
 @dataclass
@@ -298,8 +299,8 @@ class _Experiment:
         """Write the splits and remove what belongs to an earlier run, unless it is resumed."""
         if self.options.config.resume and self.splits_path.exists():
             return
+        self._remove_pages()  # before what shows that they are those of a run
         folds.remove_run(self.output_dir)
-        self._remove_pages()
         ids = [split.question_ids for split in self.splits]
         write_json(self.splits_path, ids if self.options.is_folded else ids[0])
 

@@ -72,7 +72,8 @@ def check_output_files(
 ) -> None:
     """Check that a command may write files of these names into its output folder.
 
-    `own` is what the folder holds afterwards, such as TRAIN: its files are not those of another command.
+    `own` is what the folder holds afterwards, such as TRAIN: its files are not those of another command. With `overwrite`
+    the folder holds it now.
 
     Raises
     ------
@@ -115,6 +116,8 @@ def _require_replaceable(path: Path, *, overwrite: bool, inputs: Iterable[object
         holding = _holding(place)
         if holding not in (None, own):
             raise UsageError(f"{path}: belongs to {holding} in {place.parent}; choose another name")
+    if not overwrite and own is not None:
+        raise UsageError(f"{path}: a file in a folder without {own}; move it, or choose another --output")
     if not overwrite:
         raise UsageError(f"{path}: exists; choose another name, or replace it with --overwrite")
 
