@@ -60,10 +60,8 @@ class DescribedRun:
     left : LeftValues
     deferred : dict
         The scores and labels that fill() stores, by keys; each trace that is read although the store has it is among them.
-    judgments : list of str
-        The fields that judge the answers, of layouts that are not built in.
-    own_scores : dict
-        The fields of labels and scores of these layouts, by the names that the store has.
+    own, judgments : set of str, list of str
+        The labels and scores, and those that judge the answers, of layouts that are not built in.
     """
 
     def __init__(
@@ -77,8 +75,8 @@ class DescribedRun:
         # A layout that is stated, proved or kept, and not built in, is kept in the store.
         own = [part for part in parts if part.kept_text is not None]
         self._has_own = bool(own)
-        self._own = {name for part in own if part.layout is not None for name in part.layout.directions()}
-        self.judgments = [name for name in (*JUDGMENTS, LABEL) if name in self._own]
+        self.own = {name for part in own if part.layout is not None for name in part.layout.directions()}
+        self.judgments = [name for name in (*JUDGMENTS, LABEL) if name in self.own]
         # In the order in which a score of a new store is the default.
         in_order = dict.fromkeys((*self.judgments, *self._directions))
         self._fields = {score_of(n): (k, n) for k, n in reversed([*enumerate(in_order)])}
@@ -94,7 +92,6 @@ class DescribedRun:
         self._executions = [part.execution for part in parts if part.execution is not None]
         # Scores of tables, which are stored when the accounts close.
         self._deferred_scores = {name for execution in self._executions for name in execution.scores_of_tables()}
-        self.own_scores = {score_of(name): name for name in self._own}
         self.keeps_copies = any("duplicates" in execution.layout.settings for execution in self._executions)
         self._labels: dict[tuple[str, int], dict[str, float]] = {}  # of the traces so far
         self.deferred: dict[tuple[str, int], dict[str, float]] = {}
@@ -148,7 +145,7 @@ class DescribedRun:
             self._stated = source.export.stated
             return
         stated = frozenset[str]() if source.described is None else source.described.stated
-        near = {LABEL, GROUP, *self._own, *(self._fields.get(name, (0, ""))[1] for name in writer.attributes.scores)}
+        near = {LABEL, GROUP, *self.own, *(self._fields.get(name, (0, ""))[1] for name in writer.attributes.scores)}
         self._stated = frozenset(name for name in near if name in stated and self._gives(name, writer))
 
     def needs_all(self) -> bool:
@@ -363,7 +360,7 @@ class DescribedRun:
         if name in (LABEL, GROUP):
             return self._are_of_lines(writer)
         stored = writer.attributes.scores.get(score_of(name))
-        return name in self._own or (stored is not None and stored.source == origin_of(name))
+        return name in self.own or (stored is not None and stored.source == origin_of(name))
 
     def with_group(self, writer: StoreWriter) -> Collection[tuple[str, int]] | None:
         """Return the keys of traces to which a line gives a group; None if lines give all groups that are stored."""

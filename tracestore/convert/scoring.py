@@ -13,6 +13,7 @@ from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.exports.export_manifest import ExportFacts
+from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.left_values import LABEL, earlier_note
 from tracestore.ingest.score_files import COLUMN_OPTIONS, ScoreRow, ambiguous_direction, direction_of
 from tracestore.ingest.sources import SourceFile
@@ -326,7 +327,7 @@ def _may_label(key: str) -> bool:
 
 def _check_layouts(file: "Scores", described: DescribedRun) -> None:
     """Raise UsageError for labels or scores that both the file and a layout that is not built in give."""
-    field, column = described.own_scores.get(file.name), file.column
+    field, column = next((name for name in described.own if score_of(name) == file.name), None), file.column
     if file.label_column is not None and described.judgments:
         field, column = described.judgments[0], file.label_column
     what = "judge the answers" if field in described.judgments else f"give {file.name}"

@@ -10,6 +10,7 @@ from tracestore.ingest.execute.axes import LayerIds, Layers, dtype_of, numbers_o
 from tracestore.ingest.execute.traces import TraceCells, passes
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.addresses import KeyStep
+from tracestore.ingest.layout.fields import PROMPT_MASK
 from tracestore.ingest.layout.places import Place
 from tracestore.ingest.readers.tree import Items
 from tracestore.store.format import schema
@@ -155,6 +156,15 @@ def num_skipped(settings: Mapping[str, Any], letter: str) -> int:
     return number
 
 
+def leave_out_skipped(values: dict[str, Any], num_skipped: int) -> None:
+    """Reduce the length of a prompt by the ids in front without states."""
+    length = values.get("prompt_length")
+    if num_skipped and type(length) is int:
+        if length < num_skipped:
+            raise InvalidInputError(f"found {length}, expected at least T.skip = {num_skipped}", field="prompt_length")
+        values["prompt_length"] = length - num_skipped
+
+
 def check_ids(
     ids: np.ndarray,
     num_states: int,
@@ -181,6 +191,26 @@ def check_ids(
         if type(prompt_length) is int and prompt_length > 1 and ids.shape[:1] == (num_states + prompt_length,):
             hint = "; the axis G instead of S of the states says that they begin at prompt_length"
         raise InvalidInputError(f"found {found}, expected {expected} for {num_states} states{hint}", field="tokens")
+
+
+def check_generated(mask: np.ndarray) -> None:
+    """Refuse a mask of the tokens that begins with generated ones and ends with others, as one of the prompt does."""
+    if mask[:1].any() and not mask[-1:].any():
+        text = f"found the first token as generated and the last one as not; {PROMPT_MASK} takes the inverse"
+        raise InvalidInputError(text, field="generated_mask")
+
+
+def length_of_prompt(flags: np.ndarray, num_tokens: int, stated: int | None) -> int:
+    """Return how many tokens flags mark as the prompt, which comes first; the length that a line states is the same."""
+    if flags.ndim != 1 or len(flags) not in (num_tokens, num_tokens + 1) or not np.isin(flags, (0, 1)).all():
+        found, expected = f"{flags.dtype} of the shape {flags.shape}", f"0 or 1 for each of {num_tokens} tokens"
+        raise InvalidInputError(f"found {found}, expected {expected}", field=PROMPT_MASK)
+    length = int(flags.sum())
+    if flags[length:].any():
+        raise InvalidInputError("found 1 behind 0, expected 1 for the prompt, which comes first", field=PROMPT_MASK)
+    if stated not in (None, length):
+        raise InvalidInputError(f"found {stated}, expected {length} as marked", field="prompt_length")
+    return length
 
 
 def joined_attention(blocks: Sequence[Layers], num_tokens: int) -> Layers:

@@ -11,16 +11,19 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import (
     check_attention_values,
     check_ends,
+    check_generated,
     check_masked_tokens,
     check_new_tokens,
     check_zero_tokens,
+    leave_out_skipped,
+    length_of_prompt,
     num_skipped,
     read_attention,
     read_states,
     read_tokens,
 )
 from tracestore.ingest.execute.axes import LayerIds, LayerOrder
-from tracestore.ingest.execute.row_padding import Padding, Span, of_span
+from tracestore.ingest.execute.row_padding import Padding, of_span
 from tracestore.ingest.execute.table_accounts import KeptValues
 from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.execute.values import (
@@ -100,11 +103,8 @@ class RecordMaker:
                 raise InvalidInputError(f"found {text[:40]!r}, expected the number of an answer", field="sample")
             values["sample"] = int(text)
             if values["sample"] and not values.keys() & {"question_id", "global_example_id"}:
-                raise InvalidInputError(
-                    f"answer {values['sample']} of a question without an id: a line for question_id tells which answers "
-                    "belong together, such as an address, or names of files as in =NAME",
-                    field="sample",
-                )
+                text = f'answer {text} of a question without an id: a line such as question_id = "={{NAME}}" gives one'
+                raise InvalidInputError(text, field="sample")
 
     def record(self, values: dict[str, Any], position: int, *, is_row: bool) -> TraceRecord:
         """Return the record of checked values; rules 6a, 6b, 17c and 24. `is_row`: they may be padded as rows of a stack."""
@@ -125,10 +125,8 @@ class RecordMaker:
             record.group = group_text(record.group)
         if self._has_no_padding:  # the record has compared the shapes
             check_zero_tokens([layer.reshape(1, -1) for layer in states] if is_last else states, self._states)
-        mask = record.optional.get("generated_mask")
-        if mask is not None and self._words is not None and mask[0] and not mask[-1]:
-            text = f"found the first token as generated and the last one as not; {PROMPT_MASK} takes the inverse"
-            raise InvalidInputError(text, field="generated_mask")
+        if "generated_mask" in record.optional and self._words is not None:
+            check_generated(record.optional["generated_mask"])
         if is_row and not is_last and self._words is not None and self.settings.get("S.padding") != "none":
             check_ends(states, self._states)
         if record.attention is not None:
@@ -313,11 +311,8 @@ class TraceBuilder:
         layers = values["hidden_states"]
         num_states, has_passes = len(layers[0]), len(sizes) > 1 and len(trace.cells) == 1
         length = None if "NS" in trace.fixed else self._length(trace)
-        if type(stated := values.get("prompt_length")) is int and (skipped := num_skipped(self._settings, "T")):
-            if stated < skipped:
-                raise InvalidInputError(f"found {stated}, expected at least T.skip = {skipped}", field="prompt_length")
-            values["prompt_length"] = stated = stated - skipped
-        trace.prompt_length = stated
+        leave_out_skipped(values, num_skipped(self._settings, "T"))
+        stated = trace.prompt_length = values.get("prompt_length")
         tokens = read_tokens(trace, num_states, length, has_passes=has_passes)
         num_prompt_ids = trace.num_first_values
         attention, own = read_attention(trace, num_states, is_needed=self._maker.need_attention is not False)
@@ -339,31 +334,15 @@ class TraceBuilder:
         if (prompt := values.get("prompt_length")) is not None:
             prompt = self.padding.prompt_of(prompt, span, num_states, is_stated=stated is not None)
             values["prompt_length"] = prompt
-        self._set_prompt_mask(trace, values, span, num_states)
+        if (marked := trace.known(PROMPT_MASK, trace.array(PROMPT_MASK, "ST"))) is not None:
+            flags = of_span(marked[0], span, num_states)
+            values["prompt_length"] = length_of_prompt(flags, end - begin, values.get("prompt_length"))
         self._check_prompt(trace, values, self.plan.layout.states, trace.num_first, begin)
         if tokens is not None:
             self._check_prompt(trace, values, "tokens", num_prompt_ids, 0 if padded is None else begin)
             values["tokens"] = of_span(tokens, span, num_states)
         self._set_values(trace, values, span, num_states)
         return own
-
-    def _set_prompt_mask(self, trace: TraceCells, values: dict[str, Any], span: Span, num_states: int) -> None:
-        """Set prompt_length to the number of tokens, without padding, that a line marks as the prompt."""
-        if (found := trace.known(PROMPT_MASK, trace.array(PROMPT_MASK, "ST"))) is None:
-            return
-        flags, num_tokens = of_span(found[0], span, num_states), span[1] - span[0]
-        if flags.ndim != 1 or len(flags) not in (num_tokens, num_tokens + 1) or not np.isin(flags, (0, 1)).all():
-            expected = f"0 or 1 for each of {num_tokens} tokens"
-            raise InvalidInputError(
-                f"found {flags.dtype} of the shape {flags.shape}, expected {expected}", field=PROMPT_MASK
-            )
-        length = int(flags.sum())
-        if flags[length:].any():
-            raise InvalidInputError("found 1 behind 0, expected 1 for the prompt, which comes first", field=PROMPT_MASK)
-        if values.setdefault("prompt_length", length) != length:
-            raise InvalidInputError(
-                f"found {values['prompt_length']}, expected {length} as marked", field="prompt_length"
-            )
 
     def _set_values(self, trace: TraceCells, values: dict[str, Any], span: tuple[int, int], num_states: int) -> None:
         """Set texts and values of the tokens, without padding."""
