@@ -70,11 +70,9 @@ def of_scores(folder):
 
 
 def of_labels_twice(folder):
-    """Refuse traces: some labels of the scores file differ from those of the layout."""
+    """Refuse traces: some judgments of the scores file differ from the labels of the layout."""
     ids = [f"n{10 * k + i}" for k in range(4) for i in range(3)]
-    write_scores(
-        folder / "scores.csv", dict.fromkeys(ids, 0.5), extra=[("label", {q: k % 2 for k, q in enumerate(ids)})]
-    )
+    write_scores(folder / "scores.csv", {q: k % 2 for k, q in enumerate(ids)}, "is_correct")
     lines = of_items(folder)
     return [*lines[:2], lines[2].replace("is_correct", "label"), "--scores", folder / "scores.csv", "--skip-bad"]
 

@@ -44,6 +44,8 @@ def test_states_of_all_layers_with_one_row_of_tokens_rule_18(tmp_path, beside):
 
 def test_values_per_token_of_the_names_of_fields(tmp_path):
     found = [row | make_optional(len(row["input_ids"]), k) for k, row in enumerate(rows())]
+    for row in found:
+        row["generated_mask"][-1] = 1
     names = ("answer_span", "spans", "temperature", "seed", "top_ids", "top_logprobs")
     dump(tmp_path / "in/a.pkl", [{name: row[name] for name in row if name not in names} for row in found])
     traces = accept(tmp_path)
