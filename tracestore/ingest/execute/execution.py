@@ -303,9 +303,11 @@ class Execution:
         names = self.plan.keys[place]
         is_in_order = bool(names) and {*names} <= {"N", "N*"}
         if is_in_order and not self.plan.is_global and len(self.groups) > 1:
+            is_of_ranks = "rank" in self.plan.states[0].address.files.names
+            way = "ranks may take turns: " if is_of_ranks else "{chunk} in the names of the files says their order, or "
             raise InvalidInputError(
                 f"{place.address.files.text}: rows in order belong to one file, found {len(self.groups)}; "
-                "{chunk} in the names of the files says their order, or a column of ids joins them",
+                f"{way}a column of ids joins them",
                 field=place.name,
             )
 
