@@ -422,7 +422,7 @@ def test_skipped_ids_need_a_line_for_more_ids_than_states(tmp_path):
     ],
 )
 def test_tokens_that_are_marked_as_the_prompt(tmp_path, flags, found):
-    """A flag for each token says what belongs to the prompt [a loss mask, which marks the answer]."""
+    """A flag for each token marks the prompt [a loss mask, which marks the answer]."""
     one(tmp_path, ids=list(range(5)), m=flags, n=3)
     layout = STATES | {"tokens": f"{ITEM}ids", "S.prompt_mask": f"{ITEM}m"}
     if isinstance(found, str):

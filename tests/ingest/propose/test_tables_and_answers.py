@@ -402,7 +402,7 @@ def test_ids_inside_a_trace_may_be_those_of_its_tokens(tmp_path):
 
 
 def test_each_of_two_labels_may_be_the_one_that_is_meant(tmp_path):
-    """One column says whether an answer informs, one whether it is true [the first one is taken]."""
+    """One column is about informative answers, one about true ones [the first one is taken]."""
     values = {"label_info": [1, 1, 0, 1], "label_truth": [0, 1, 0, 0]}
     write_items(tmp_path / "in", **values)
 
