@@ -427,3 +427,41 @@ def test_flags_of_the_prompt(tmp_path, mark):
     )
 
     assert [trace.prompt_length for trace in accept(tmp_path).values()] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("names", [range(4), (1, 2, 3, 4), (0, 1, 2, 5)])
+@pytest.mark.parametrize("num_rows", [4, 5])
+def test_numbers_in_names_may_be_those_of_the_rows_of_a_table(tmp_path, names, num_rows):
+    """A table without ids has a row for each number [rows of a shuffled table, numbers of other rows]."""
+    for k in names:
+        save(tmp_path / f"in/hs_{k}.npy", states(3, 4 + k, 8, seed=k))
+    table(tmp_path / "in/t.csv", [{"question": f"What is {k}?", "is_correct": k % 2} for k in range(num_rows)])
+
+    stores = check_candidates(tmp_path, proposal_of(tmp_path))
+
+    refuse(tmp_path)
+    found = [[trace.question for trace in tracestore.open(path)] for _, path in stores]
+    is_found = [*names] == [*range(num_rows)]
+    assert [texts for texts in found if any(texts)] == [[f"What is {k}?" for k in names]] * is_found
+
+
+@pytest.mark.parametrize("counted", ["tokens", "columns"])
+def test_prompts_of_padded_rows_that_may_count_the_padding(tmp_path, counted):
+    mask = np.array([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    hidden = states(3, 2, 6, 8) * mask[:, None, :, None]
+    lengths = np.array([2, 3, 4]) - (0 if counted == "columns" else np.array([0, 1, 0]))
+    prompts = np.full(3, 4) if counted == "columns" else lengths
+    arrays = {"hidden_states": hidden, "attention_mask": mask, "input_ids": np.arange(3, 21).reshape(3, 6) * mask}
+    np.savez(_folder(tmp_path) / "a.npz", **arrays, prompt_len=prompts, question_id=np.array(["a", "b", "c"]))
+
+    stores = check_candidates(tmp_path, proposal_of(tmp_path))
+
+    refuse(tmp_path)
+    found = {path: [trace.prompt_length for trace in tracestore.open(path)] for _, path in stores}
+    expected = [2, 3, 4] if counted == "columns" else prompts.tolist()
+    assert expected in found.values()
+
+
+def _folder(tmp_path):
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"

@@ -9,7 +9,15 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
 from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import Meaning
-from tracestore.ingest.propose.names import SAMPLE, front_of, named, unknown_words, without_names, words_of
+from tracestore.ingest.propose.names import (
+    SAMPLE,
+    front_of,
+    named,
+    unknown_words,
+    without_names,
+    words_of,
+    words_of_answers,
+)
 from tracestore.store.vocabulary import COUNTED, SAYING
 
 Prefix = tuple[str, Path_]
@@ -280,7 +288,7 @@ class Places:
         if words & SAYING["tokens"]:
             return "[S]"
         if "generated_answer" in row:
-            words |= _words_of_answers(states.files, prefix)
+            words |= words_of_answers(states.files, prefix)
         if not words & SAYING["answers"]:
             doubts.append(f"{'/'.join(prefix)}: the items may be answers, steps or parts of a text")
         return "[K]" if words & SAYING["answers"] or states.rank >= 2 else "[S]"
@@ -351,11 +359,21 @@ class Places:
         if identity.mode != "ids":
             return (self._position(place, identity, states) if identity.mode == "stack" else None) or "[]"
         key = self.row(files, prefix).get("question_id")
-        values = frozenset(texts_of(key.leaf.scalars)) if key is not None else frozenset()
-        if key is None or (identity.ids and not values & identity.ids and len(identity.ids) <= len(values)):
+        if key is None:
+            return self._numbered_rows(place, identity) if files != states.files else None
+        values = frozenset(texts_of(key.leaf.scalars))
+        if identity.ids and not values & identity.ids and len(identity.ids) <= len(values):
             return None
         identity.doubts += [d for d in self._other_ids(key.leaf, prefix) if d not in identity.doubts]
         return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
+
+    def _numbered_rows(self, place: Prefix, identity: Identity) -> str | None:
+        """Return what joins the rows of a table by their numbers, None unless these are the ids of as many traces."""
+        counts = {len(m.leaf.spots) for m in self.meanings if (m.leaf.files, m.leaf.path[: len(place[1])]) == place}
+        if counts != {len(identity.ids)} or identity.ids != set(map(str, range(len(identity.ids)))):
+            return None
+        identity.doubts.append(f"{place[0]}: the numbers in the names may not be those of its rows")
+        return "[id=#]"
 
     def _position(self, place: Prefix, identity: Identity, states: Leaf) -> str | None:
         """Return how columns with the numbers of batches and their rows join a table with other ids, None without them."""
@@ -387,9 +405,3 @@ class Places:
 
 def _stem(name: str) -> str:
     return name.rpartition("/")[2].partition(".")[0]
-
-
-def _words_of_answers(files: str, prefix: Path_) -> set[str]:
-    """Return the words of files and keys by which items, each with an answer, belong to one question."""
-    every = {word for piece in (files, *prefix) for word in words_of(without_names(piece))}
-    return set() if every & {"step", "steps", "turn", "turns"} else every & {"sampled", "samples", "generations"}

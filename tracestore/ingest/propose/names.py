@@ -80,6 +80,12 @@ def unknown_words(name: str) -> list[str]:
     return [word for word in words_of(name) if word not in words and word.removesuffix("s") not in words]
 
 
+def words_of_answers(files: str, path: Sequence[str]) -> set[str]:
+    """Return the words of files and keys by which items, each with an answer, belong to one question."""
+    every = {word for piece in (files, *path) for word in words_of(without_names(piece))}
+    return set() if every & {"step", "steps", "turn", "turns"} else every & {"sampled", "samples", "generations"}
+
+
 def escape(text: str) -> str:
     """Return text whose characters a pattern takes literally."""
     return _SPECIAL.sub(r"\\\1", text)

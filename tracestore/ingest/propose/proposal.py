@@ -1,9 +1,10 @@
 """Proposals: the layouts that files may have, one that is used by itself or candidates to choose from."""
 
+import json
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ MAX_CANDIDATES = 6
 _MAX_TRIES, _MAX_DRAFTS = 24, 400
 _MAX_FILES = 400  # traces of files in one pattern that are tried
 _MAX_LINES = 32
+# Entries that messages of the executor ask for, and their values if these are not in the message.
+_ASKED = re.compile(r"(S\.pad) = (\[-?\d+, -?\d+\])|(S\.prompt) = ")
+_COUNTED = ('"tokens"', '"columns"')
 _BASE64 = re.compile(r"(?:[\w+/]{4}){32,}[\w+/=]{4}\Z", re.ASCII)  # longer than a digest
 _KINDS = {"f": "floats", "i": "integers", "b": "booleans", "s": "text", "v": "bits"}
 
@@ -161,6 +165,18 @@ def _first_files(files: Mapping[str, Path], observation: Observation) -> dict[st
     return {name: path for name, path in files.items() if name not in left_out}
 
 
+def _with_asked(draft: Draft, refusal: str) -> Iterator[tuple[Layout, Draft]]:
+    """Yield a draft with each value of the entry that the reason of its refusal asks for; none of them is proved."""
+    for pad, ids, prompt in _ASKED.findall(refusal):
+        for value in [ids] if pad else _COUNTED:
+            if (name := pad or prompt) not in draft.entries:
+                entries, doubt = draft.entries | {name: json.loads(value)}, f"{name}: nothing in the files says {value}"
+                yield (
+                    parse_layout(entries, "proposal"),
+                    replace(draft, entries=entries, unproved=[*draft.unproved, doubt]),
+                )
+
+
 def _explains_more(one: Sequence[str], other: Sequence[str]) -> bool:
     """Return whether what one layout leaves out is a part of what another one leaves out."""
     is_part = all(any(text == whole or text.startswith(f"{whole} : ") for whole in other) for text in one)
@@ -177,7 +193,9 @@ def _tried(
     found: list[Candidate] = []
     refused: dict[str, list[tuple[int, str]]] = defaultdict(list)
     tries = 0
-    for layout, draft in pairs:
+    waiting = deque(pairs)
+    while waiting:
+        layout, draft = waiting.popleft()
         if any(_explains_more(candidate.left_out, draft.left_out) for candidate in found):
             continue
         tries += 1
@@ -191,4 +209,5 @@ def _tried(
         except TracestoreError as error:
             proposal.refusals.append(str(error))
             refused[in_any_order(draft)].append((draft.cost, str(error)))
+            waiting.extendleft(_with_asked(draft, str(error)))
     return chosen(found, refused, first)
