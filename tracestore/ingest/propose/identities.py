@@ -9,15 +9,7 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
 from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import Meaning
-from tracestore.ingest.propose.names import (
-    SAMPLE,
-    front_of,
-    named,
-    unknown_words,
-    without_names,
-    words_of,
-    words_of_answers,
-)
+from tracestore.ingest.propose.names import SAMPLE, front_of, named, unknown_words, words_of, words_of_answers
 from tracestore.store.vocabulary import COUNTED, SAYING
 
 Prefix = tuple[str, Path_]
