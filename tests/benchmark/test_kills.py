@@ -72,6 +72,25 @@ def test_an_interrupted_benchmark_ends_with_one_line(tmp_path):
         assert code == 0 or (code, said.count("\n")) == (130, 1), said
 
 
+@pytest.mark.long
+def test_processes_of_a_killed_benchmark_end(tmp_path):
+    """They waited for jobs for ever, and held the pipe of the output open."""
+    words = ["benchmark", write_published(tmp_path / "s.zarr"), "--detectors", NAMES, "--workers", 2, "--folds", 2]
+    words += ["--output-dir", tmp_path / "out"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tracestore", *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout.readline()
+        while len(os.listdir(f"/proc/{process.pid}/task")) < 4:  # its threads wait for processes
+            time.sleep(0.1)
+        time.sleep(3)
+        process.terminate()
+        assert process.wait(30) == -signal.SIGTERM
+        began = time.monotonic()
+        while process.stdout.read(1 << 16):  # until no process has the pipe
+            assert time.monotonic() - began < 60
+
+
 def check(out, expected):
     """Check the results in a folder; return whether there are any."""
     for path in out.glob("checkpoints/*.pt"):

@@ -592,6 +592,23 @@ def test_a_label_or_score_of_a_layout_and_of_a_scores_file(tmp_path, field, head
     assert len(tracestore.open(tmp_path / "s.zarr").score_fields) == 1 + (field != "label")
 
 
+@pytest.mark.parametrize("has_scores_first", [True, False])
+def test_labels_of_a_kept_layout_stay_next_to_a_scores_file(tmp_path, has_scores_first):
+    """The same command again, and one that adds the file, found labels that the sources seemed to have lost."""
+    dump(tmp_path / "in/a.pkl", [{"id": f"q{k}", "hs": states(2, 4, 8, seed=k), "ok": k % 2} for k in range(4)])
+    (tmp_path / "judge.csv").write_text("question_id,judge\n" + "".join(f"q{k},1\n" for k in range(6)))
+    lines = field_flags(LINES[0], "label = *.pkl : [id=id]/ok")
+    scores = ["--scores", tmp_path / "judge.csv", "--score-direction", "correct"]
+    convert(tmp_path / "in", tmp_path / "s.zarr", *lines, *(scores if has_scores_first else []))
+    dump(tmp_path / "in/b.pkl", [{"id": f"q{k}", "hs": states(2, 4, 8, seed=k), "ok": 1} for k in (4, 5)])
+
+    for _ in range(2):
+        convert(tmp_path / "in", tmp_path / "s.zarr", *scores)
+
+        store = tracestore.open(tmp_path / "s.zarr")
+        assert store.labels.tolist() == [0, 1, 0, 1, 1, 1] and store.named_scores("judge").tolist() == [1] * 6
+
+
 def test_files_that_are_read_again_are_one_line(tmp_path):
     for k in range(5):
         dump(tmp_path / f"in/{k}.pkl", rows(k))

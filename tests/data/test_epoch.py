@@ -127,6 +127,9 @@ def test_a_state_belongs_to_a_store_and_its_copies(store, tmp_path):
     state = make(store).state_dict()
     shutil.copytree(store, tmp_path / "copy.zarr")
     make(tmp_path / "copy.zarr").load_state_dict(state)
+    chosen = {"indices": range(20)}
+    write_store(tmp_path / "copy.zarr", make_traces(N + 9)[N:], append=True)
+    make(tmp_path / "copy.zarr", **chosen).load_state_dict(make(store, **chosen).state_dict())  # it has grown
     write_store(tmp_path / "other.zarr", make_traces(N + 1)[1:])
     with pytest.raises(UsageError, match="state of another loader: stores"):
         make(tmp_path / "other.zarr").load_state_dict(state)

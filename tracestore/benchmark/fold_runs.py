@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -263,7 +264,7 @@ def measure_all(
     if workers == 1 or len(names) == 1:
         yield from (measure(job, None) for job in jobs)
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
     # Ctrl-C is for this process: what a thread starts inherits its signal mask, from the first instruction on.
     threads = ThreadPoolExecutor(
         workers, initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, {signal.SIGINT})
@@ -279,6 +280,18 @@ def measure_all(
             process.kill()  # it waits for a job, or its job is not wanted
         pool.shutdown(cancel_futures=True)
         threads.shutdown()
+
+
+def _end_with_parent() -> None:
+    """Let this process end when its parent has ended, also by a signal: it would wait for jobs for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _measure_apart(job: _Job, cancelled: threading.Event) -> Measured:

@@ -127,19 +127,17 @@ def run_benchmark(
     for store in opened.values():
         store.internals.score_threshold(options.score_threshold)  # refuses scores that need one
     with lock_output_dir(output_dir):
-        checkpoints = output_dir.glob("checkpoints*/*.pt") if options.save_detectors else ()
-        if not options.overwrite and ((output_dir / RESULTS).exists() or any(checkpoints)):
+        is_whole = (output_dir / RESULTS).exists()
+        are_saved = any(path.stem in registry() for path in output_dir.glob("checkpoints*/*.pt"))
+        if not options.overwrite and (is_whole or (options.save_detectors and are_saved)):
             raise UsageError(f"{output_dir} holds earlier results; pass --overwrite or another --output")
-        is_run = (output_dir / RESULTS).exists() or any(output_dir.glob("folds-*.json"))
-        if (output_dir / RESULTS).exists():
+        if is_whole:
             _check_replaced(output_dir / RESULTS)
-        check_output_files(
-            output_dir,
-            (REPORT, TABLE, *(_scores_file(name, opened) for name in opened)),
-            own=BENCHMARK,
-            overwrite=options.overwrite and is_run,
-            inputs=options.scores.values(),
-        )
+        pages = _pages(opened)
+        is_run = is_whole or are_saved or all((output_dir / f"folds-{name}.json").exists() for name in opened)
+        if is_run and not options.overwrite and any((output_dir / name).exists() for name in pages):
+            raise UsageError(f"{output_dir} holds files of an interrupted run; pass --overwrite or another --output")
+        check_output_files(output_dir, pages, own=BENCHMARK, overwrite=is_run, inputs=options.scores.values())
         with Activity(log, show) as activity:
             return _run(opened, output_dir, options, activity)
 
@@ -157,6 +155,11 @@ def _check_replaced(path: Path) -> None:
 def _scores_file(name: str, stores: Collection[str]) -> str:
     """Return the name of the file of scores of one of the stores."""
     return SCORES if len(stores) == 1 else f"scores-{name}.csv"
+
+
+def _pages(stores: Collection[str]) -> list[str]:
+    """Return the names of the files besides the results and the folds."""
+    return [REPORT, TABLE, *(_scores_file(name, stores) for name in stores)]
 
 
 def _name(path: Any) -> str:
@@ -211,8 +214,10 @@ def _run(
     # Checkpoints are those of the results: earlier ones go with theirs.
     folders = ["checkpoints", *(f"checkpoints-{name}" for name in data)] if options.overwrite else []
     replaced = [path for name in folders for path in (output_dir / name).glob("*.pt") if path.stem in registry()]
+    # Where benchmark.json is, the results are complete: earlier ones go first, the new ones come last.
+    pages = [output_dir / RESULTS, *map(output_dir.joinpath, _pages(opened))]
     if options.save_detectors:
-        _remove(output_dir / RESULTS, *replaced)
+        _remove(*pages, *replaced)
     results: dict[str, Any] = {"config": _config(options), "stores": {}, "transfer": []}
     scores: dict[str, list[Measured]] = {}
     for name, of_store in data.items():
@@ -225,14 +230,13 @@ def _run(
             results["transfer"] += [
                 transfer_entry(m, name, other, options.seed) for m in measured if other.name in m.transfer
             ]
-    # Where benchmark.json is, the results are complete: earlier ones go first, the new ones come last.
-    _remove(output_dir / RESULTS, *(() if options.save_detectors else replaced))
-    for name, measured in scores.items():
-        write_scores(output_dir / _scores_file(name, data), data[name], measured)
-    write_atomic(output_dir / TABLE, (format_results(results) + "\n").encode())
+    _remove(*pages, *(() if options.save_detectors else replaced))
     activity.total += 1
     with activity.step("report"):
         write_benchmark(nan_to_none(results), output_dir / REPORT, options.command)
+    for name, measured in scores.items():
+        write_scores(output_dir / _scores_file(name, data), data[name], measured)
+    write_atomic(output_dir / TABLE, (format_results(results) + "\n").encode())
     write_json(output_dir / RESULTS, nan_to_none(results))
     return BenchmarkResults(results)
 

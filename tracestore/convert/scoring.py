@@ -84,6 +84,8 @@ class Scoring:
         self._without_row: dict[tuple[str, int], None] = {}  # keys of traces that the file lacks
         self._matched: set[tuple[str, int]] = set()  # keys of rows that traces have
         self._unscored: Counter[str] = Counter()  # by the key of values that may be labels, in traces without a score
+        # Labels inside of built-in layouts; those of a line of another one are its own.
+        self._replaces_labels = described.finds_layouts and LABEL not in described.own
         described.has_group_column = self.file is not None and self.file.has_groups
         if self.file is None:
             _check_flags(options)
@@ -121,10 +123,10 @@ class Scoring:
             group = self._group(record, row)
             self._matched.add(self.file.key_of(record.question_id, record.sample))
             self.file.check_question(record.question_id, record.sample, _question(packed))
-            if self.file.name in JUDGMENTS and not self._described.finds_layouts:
+            if self.file.name in JUDGMENTS and not self._replaces_labels:
                 own = {} if record.label is None else {"label": record.label}
                 check_agreement({**own, **record.scores, **record.deferred_scores, self.file.name: row.score})
-        if self._described.finds_layouts and writer.index.find(record.question_id, record.sample) >= 0:
+        if self._replaces_labels and writer.index.find(record.question_id, record.sample) >= 0:
             record.label = None  # fill() replaces the stored one
         if math.isnan(row.score):
             self._count_unscored(packed)
@@ -175,7 +177,7 @@ class Scoring:
             return
         row = file.row_of(record.question_id, record.sample)
         label = None if row is None or math.isnan(row.label) else row.label
-        if not self._described.finds_layouts and record.label is not None:
+        if not self._replaces_labels and record.label is not None:
             if label not in (None, record.label):
                 raise InvalidInputError(
                     f"found label {record.label:g} by the layout and {label:g} in {file.path.name}; --score-column "
@@ -235,7 +237,7 @@ class Scoring:
         is_own, is_exported = self._sources_have(writer)
         is_scored = ~np.isnan(values.columns.score(file.name))
         # Inside of built-in layouts, only the label of the file is one.
-        is_label_lost = is_own & ~np.isnan(values.columns.labels) & self._described.finds_layouts
+        is_label_lost = is_own & ~np.isnan(values.columns.labels) & self._replaces_labels
         no_label = None if file.label_column is None else math.nan
         for index, key in enumerate(keys_of(writer.index)):
             row, label = file.row_of(*key), math.nan if is_label_lost[index] else None

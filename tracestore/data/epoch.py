@@ -274,8 +274,10 @@ class EpochPlanner:
 
     @cached_property
     def _some_ids(self) -> str:
-        """Return a digest of the sizes and of some ids of the only store, which a store that has grown still has."""
-        chosen = np.linspace(0, self._num_traces - 1, min(self._num_traces, _MAX_IDS)).astype(np.int64)
+        """Return a digest of sizes and some ids of the only store, which it still has for the same traces if it has grown."""
+        count = self._num_traces if self.indices is None else len(self.indices)
+        chosen = np.linspace(0, count - 1, min(count, _MAX_IDS)).astype(np.int64)
+        chosen = chosen if self.indices is None else np.asarray(self.indices)[chosen]
         facts = self.store.num_layers, self.store.hidden_dim, self.store.question_ids.take(chosen)
         return hashlib.blake2b(repr(facts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

@@ -22,7 +22,7 @@ from tracestore.data.order import Shuffle, shuffle_name, whole_number
 from tracestore.data.prefetch import BatchPrefetcher, NativePrefetcher, ThreadPrefetcher, closed_at_exit
 from tracestore.errors import MemoryBudgetError, TracestoreWarning, UsageError
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 # Samples of a batch by default: traces, or tokens in view "tokens".
 DEFAULT_BATCH_SIZE, DEFAULT_TOKENS = 16, 4096
 

@@ -403,15 +403,54 @@ def test_ids_in_front_whose_states_were_left_out(tmp_path, num_skipped, has_last
 
 def test_skipped_ids_need_a_line_for_more_ids_than_states(tmp_path):
     one(tmp_path, ids=list(range(5)))
-    with pytest.raises(UsageError, match=r"T\.skip: has no effect without a line with the axis T"):
+    with pytest.raises(
+        UsageError, match=r"T\.skip: has no effect without a positive number, and a line with the axis T"
+    ):
         convert(tmp_path, STATES | {"tokens": f"{ITEM}ids", "T.skip": 1})
     refuse(tmp_path, STATES | {"tokens": f"{ITEM}ids -> T", "T.skip": 1}, "found 4 ids, expected 5 or 6")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ({"T.skip": -1}, "without a positive number"),
+        ({"T.skip": 0}, "without a positive number"),
+        ({"T.skip": 1, "answer_span": "a.pkl : []/span"}, "answer_span: found next to T.skip"),
+        ({"T.skip": 1}, r"tokens: found \[2\] and \[1\] where T.skip leaves out one text"),
+        ({"T.skip": 1, "S.prompt_mask": "a.pkl : []/m"}, "S.prompt_mask: found int64 of the shape"),
+    ],
+)
+def test_skipped_ids_that_are_refused(tmp_path, lines, message):
+    used = {"span", "m"} & {str(line).rpartition("/")[2] for line in lines.values()}
+    values = {"span": [3, 5], "m": [1, 1, 1, 0, 0, 0]}
+    own = {name: values[name] for name in used}
+    rows = [{"hs": states(2, 5, 8, seed=k), "ids": [1 if own else k + 1, *range(5)], **own} for k in range(2)]
+    dump(tmp_path / "in/a.pkl", rows)
+    with pytest.raises(TracestoreError, match=message):
+        convert(tmp_path, {"hidden_states": "a.pkl : []/hs -> L S D", "tokens": "a.pkl : []/ids -> T"} | lines)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_skipped_ids_of_padded_rows(tmp_path, side):
+    """The masks have the skipped column, too; behind padding no id is skipped [a first token that one row keeps]."""
+    ids = np.array([[1, 3, 4, 5, 6, 7], [0, 0, 1, 8, 9, 10] if side == "left" else [1, 8, 9, 10, 0, 0]])
+    arrays = {"hs": states(2, 2, 5, 8) * (ids != 0)[:, None, 1:, None], "ids": ids, "m": ids != 0}
+    arrays["p"] = np.array([[1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0] if side == "left" else [1, 1, 0, 0, 0, 0]])
+    dump(tmp_path / "in/a.pkl", arrays)
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": "a.pkl : ids -> N T", "T.skip": 1}
+    layout |= {"S.mask": "a.pkl : m -> N T", "S.prompt_mask": "a.pkl : p -> N T"}
+    if side == "left":
+        refuse(tmp_path, layout, "T.skip leaves out")
+        return
+    found = convert(tmp_path, layout).values()
+    assert [(trace.tokens.tolist(), trace.prompt_length) for trace in found] == [([3, 4, 5, 6, 7], 2), ([8, 9, 10], 1)]
 
 
 @pytest.mark.parametrize(
     ("flags", "found"),
     [
         ([1, 1, 0, 0, 0], 2),
+        ([1, 1, 0, 0, 0, 0], "expected 0 or 1 for each of 5 tokens"),
         ([True, True, True, True, True], 5),
         ([0, 0, 0, 0, 0], 0),
         ([0, 0, 1, 1, 1], "found 1 behind 0"),

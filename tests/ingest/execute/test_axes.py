@@ -300,6 +300,29 @@ def test_answers_to_a_question_without_an_id_have_one_id(tmp_path, way):
     assert [*traces] == [(name, k) for name in ids for k in range(2)]
 
 
+def test_questions_without_ids_are_numbered_by_their_place(tmp_path):
+    """A question without answers counts, and no name that its answers bind divides it [ids that move; several questions]."""
+    found = [
+        {"answers": [{"hs": states(2, 4, 8, seed=3 * n + k), "state": f"s{k}"} for k in range(2)]} for n in range(3)
+    ]
+    found[0] = {"answers": []}
+    dump(tmp_path / "in/a.pkl", found)
+    item = "a.pkl : []/answers/[K]/"
+    layout = {"hidden_states": f"{item}hs -> L S D", "key.state": f"{item}state", "keep.state": ["s0", "s1"]}
+
+    assert [*convert(tmp_path, layout)] == [("a.pkl:1", 0), ("a.pkl:1", 1), ("a.pkl:2", 0), ("a.pkl:2", 1)]
+
+
+def test_questions_below_keys_are_told_apart(tmp_path):
+    dump(tmp_path / "in/a.pkl", {part: [[states(2, 4, 8, seed=k)] * 2 for k in range(2)] for part in ("easy", "hard")})
+
+    traces = convert(tmp_path, {"hidden_states": "a.pkl : {part}/[]/[K] -> L S D", "duplicates": "keep"})
+
+    assert len(traces) == 8 and {name for name, _ in traces} == {
+        f"a.pkl:{n}:{p}" for n in range(2) for p in ("easy", "hard")
+    }
+
+
 def test_numbers_of_answers_need_an_id(tmp_path):
     for name in ("q0_0", "q0_1", "q1_0", "q1_1"):
         save(tmp_path / f"in/{name}.npy", states(2, 4, 8, seed=int(name[1] + name[3])))

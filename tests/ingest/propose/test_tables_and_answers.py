@@ -401,9 +401,10 @@ def test_ids_inside_a_trace_may_be_those_of_its_tokens(tmp_path):
     assert [trace.prompt_length for trace in tracestore.open(path)] == [2, 3, 2, 4]
 
 
-def test_each_of_two_labels_may_be_the_one_that_is_meant(tmp_path):
+@pytest.mark.parametrize("names", [("label_info", "label_truth"), ("label_truth", "label_hallu_info")])
+def test_each_of_two_labels_may_be_the_one_that_is_meant(tmp_path, names):
     """One column is about informative answers, one about true ones [the first one is taken]."""
-    values = {"label_info": [1, 1, 0, 1], "label_truth": [0, 1, 0, 0]}
+    values = dict(zip(names, ([1, 1, 0, 1], [0, 1, 0, 0]), strict=True))
     write_items(tmp_path / "in", **values)
 
     stores = check_candidates(tmp_path, proposal_of(tmp_path))
@@ -414,6 +415,20 @@ def test_each_of_two_labels_may_be_the_one_that_is_meant(tmp_path):
     for candidate in found.values():
         (left_out,) = candidate.left_out
         assert left_out.startswith("t.csv : [id=id]/label_")
+
+
+def test_flags_in_words_are_no_question(tmp_path):
+    write_items(tmp_path / "in", is_prompt=["True", "False", "True", "True"], is_correct=[0, 1, 1, 0])
+    for _, path in check_candidates(tmp_path, proposal_of(tmp_path)):
+        assert not any(trace.question for trace in tracestore.open(path))
+
+
+def test_flags_that_do_not_mark_a_prompt_are_left_out(tmp_path):
+    rows = [{"id": f"q{k}", "hidden_states": states(3, 5, 8, seed=k), "input_ids": np.arange(5)} for k in range(3)]
+    dump(tmp_path / "in/a.pkl", [row | {"prompt_mask": np.array([0, 0, 1, 1, 1])} for row in rows])
+    ((candidate, path),) = check_candidates(tmp_path, proposal_of(tmp_path))
+    assert candidate.left_out == ["a.pkl : [id=id]/prompt_mask"]
+    assert all(trace.prompt_length is None for trace in tracestore.open(path))
 
 
 @pytest.mark.parametrize("mark", [lambda k, n: k < n, lambda k, n: int(k < n)])

@@ -143,7 +143,8 @@ def cross_validated(x: np.ndarray, y: np.ndarray, bins: np.ndarray, fit: Fit) ->
     """Return the mean AUROC over the bins of `cross_fitted`."""
     logits = cross_fitted(x, y, bins, fit)
     tested = np.unique(bins[~np.isnan(logits)])
-    return float(np.nanmean([auroc(y[bins == b], logits[bins == b]) for b in tested]))
+    values = np.array([auroc(y[bins == b], logits[bins == b]) for b in tested])
+    return float(values[~np.isnan(values)].mean()) if not np.isnan(values).all() else np.nan
 
 
 def candidate(c: float) -> Fit:

@@ -71,7 +71,12 @@ class Builtin:
             forms = _optional_forms() | dict.fromkeys(("label", *SCORES), parse_form("any"))
             forms["scores/*"] = parse_form("number | text")
         forms |= dict.fromkeys(self.lines.values(), parse_form("number | text"))
-        found = {text: Signature.parse(table) for text, table in tables.items()}
+        found: dict[str, Signature] = {}
+        for text, table in tables.items():
+            try:
+                found[text] = Signature.parse(table)
+            except UsageError as error:
+                raise UsageError(f"built-in layout {self.name}: {text}: {error}") from None
         return {text: replace(signature, may={**signature.may, **forms}) for text, signature in found.items()}
 
     @cached_property

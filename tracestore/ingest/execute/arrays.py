@@ -132,7 +132,11 @@ def read_tokens(trace: TraceCells, num_states: int, length: int | None, *, has_p
         letter = "S"
     if is_of_sequences(place):
         letter = "T"
-    ids = ids[num_skipped(trace.settings, letter) :]
+    count = num_skipped(trace.settings, letter)
+    if ids[:count].tolist() != trace.columns.skipped.setdefault(0, ids[:count].tolist()):
+        found, first = ids[:count].tolist(), trace.columns.skipped[0]
+        raise InvalidInputError(f"found {found} and {first} where T.skip leaves out one text", field="tokens")
+    ids = ids[count:]
     # The ids that generate() and vLLM return are always one more: one id less would move the others.
     is_exact = letter == "G" or (letter == "T" and (has_passes or is_of_answer))
     if letter == "T" and len(set(ids[num_states + 1 :].tolist())) < 2 and _rows_of_passes(trace) is not None:
@@ -159,6 +163,10 @@ def num_skipped(settings: Mapping[str, Any], letter: str) -> int:
 def leave_out_skipped(values: dict[str, Any], num_skipped: int) -> None:
     """Reduce the length of a prompt by the ids in front without states."""
     length = values.get("prompt_length")
+    if num_skipped and "answer_span" in values:
+        raise InvalidInputError(
+            "found next to T.skip, expected none: it may count what is left out", field="answer_span"
+        )
     if num_skipped and type(length) is int:
         if length < num_skipped:
             raise InvalidInputError(f"found {length}, expected at least T.skip = {num_skipped}", field="prompt_length")
@@ -200,17 +208,29 @@ def check_generated(mask: np.ndarray) -> None:
         raise InvalidInputError(text, field="generated_mask")
 
 
-def length_of_prompt(flags: np.ndarray, num_tokens: int, stated: int | None) -> int:
-    """Return how many tokens flags mark as the prompt, which comes first; the length that a line states is the same."""
-    if flags.ndim != 1 or len(flags) not in (num_tokens, num_tokens + 1) or not np.isin(flags, (0, 1)).all():
-        found, expected = f"{flags.dtype} of the shape {flags.shape}", f"0 or 1 for each of {num_tokens} tokens"
-        raise InvalidInputError(f"found {found}, expected {expected}", field=PROMPT_MASK)
+def of_span(values: Any, span: tuple[int, int], num_states: int) -> Any:
+    """Return the values of the tokens of a span, and of a last token without states; fewer than states have no padding."""
+    more = len(values) - num_states
+    return values[span[0] : span[1] + more] if more >= 0 else values
+
+
+def set_marked_prompt(
+    trace: TraceCells, values: dict[str, Any], span: tuple[int, int], num_states: int, tokens: np.ndarray | None
+) -> None:
+    """Set prompt_length to the number of tokens in a span that a line marks as the prompt, which comes first."""
+    if (found := trace.known(PROMPT_MASK, trace.array(PROMPT_MASK, "ST"))) is None:
+        return
+    flags = of_span(found[0][num_skipped(trace.settings, found[1]) :], span, num_states)
+    has_last = found[1] == "T" and tokens is not None and len(tokens) > num_states
+    num_tokens = span[1] - span[0] + has_last
+    if flags.ndim != 1 or len(flags) != num_tokens or not np.isin(flags, (0, 1)).all():
+        shown, expected = f"{flags.dtype} of the shape {flags.shape}", f"0 or 1 for each of {num_tokens} tokens"
+        raise InvalidInputError(f"found {shown}, expected {expected}", field=PROMPT_MASK)
     length = int(flags.sum())
     if flags[length:].any():
         raise InvalidInputError("found 1 behind 0, expected 1 for the prompt, which comes first", field=PROMPT_MASK)
-    if stated not in (None, length):
-        raise InvalidInputError(f"found {stated}, expected {length} as marked", field="prompt_length")
-    return length
+    if values.setdefault("prompt_length", length) != length:
+        raise InvalidInputError(f"found {values['prompt_length']}, expected {length} as marked", field="prompt_length")
 
 
 def joined_attention(blocks: Sequence[Layers], num_tokens: int) -> Layers:

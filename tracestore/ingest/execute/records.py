@@ -16,14 +16,15 @@ from tracestore.ingest.execute.arrays import (
     check_new_tokens,
     check_zero_tokens,
     leave_out_skipped,
-    length_of_prompt,
     num_skipped,
+    of_span,
     read_attention,
     read_states,
     read_tokens,
+    set_marked_prompt,
 )
 from tracestore.ingest.execute.axes import LayerIds, LayerOrder
-from tracestore.ingest.execute.row_padding import Padding, of_span
+from tracestore.ingest.execute.row_padding import Padding
 from tracestore.ingest.execute.table_accounts import KeptValues
 from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.execute.values import (
@@ -35,7 +36,7 @@ from tracestore.ingest.execute.values import (
     typed_value,
     verdict_value,
 )
-from tracestore.ingest.layout.fields import KEY, PROMPT_MASK, score_of
+from tracestore.ingest.layout.fields import KEY, score_of
 from tracestore.ingest.layout.places import DERIVED, RECORDS, Plan
 from tracestore.ingest.readers.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
@@ -103,7 +104,7 @@ class RecordMaker:
                 raise InvalidInputError(f"found {text[:40]!r}, expected the number of an answer", field="sample")
             values["sample"] = int(text)
             if values["sample"] and not values.keys() & {"question_id", "global_example_id"}:
-                text = f'answer {text} of a question without an id: a line such as question_id = "={{NAME}}" gives one'
+                text = f"answer {text} of a question without an id: a line for question_id gives one, [K] counts items"
                 raise InvalidInputError(text, field="sample")
 
     def record(self, values: dict[str, Any], position: int, *, is_row: bool) -> TraceRecord:
@@ -226,7 +227,6 @@ class TraceBuilder:
         # Fields of tokens with the value of a first token in front.
         self._in_front = (layout.templates.keys() & layout.addresses.keys()) - {"prompt_length"}
         self.padding = Padding(self.plan)
-        self._questions: dict[tuple[Any, ...], int] = {}  # numbers of questions without ids that have several answers
 
     def record(self, trace: TraceCells, position: int) -> TraceRecord | None:
         """Return the record of a trace, None for one that is left out."""
@@ -268,9 +268,8 @@ class TraceBuilder:
         environment = trace.environment
         self._maker.set_id(values, environment, values.pop("id", None))
         if "K" in environment and not values.keys() & {"question_id", "global_example_id"}:
-            question = tuple(value for name, value in environment.items() if name not in ("K", "N*"))
-            number = self._questions.setdefault(question, len(self._questions))
-            values["question_id"] = f"{self._maker.source_name}:{number}"
+            place = [environment[name] for name in self.plan.names_in_file] or [0]
+            values["question_id"] = ":".join(map(key_text, (self._maker.source_name, *place)))
         if (question_id := values.get("question_id")) is not None:
             environment.setdefault("id", question_id)
             trace.made_id = question_id if environment["id"] != question_id else None
@@ -311,7 +310,8 @@ class TraceBuilder:
         layers = values["hidden_states"]
         num_states, has_passes = len(layers[0]), len(sizes) > 1 and len(trace.cells) == 1
         length = None if "NS" in trace.fixed else self._length(trace)
-        leave_out_skipped(values, num_skipped(self._settings, "T"))
+        skipped = num_skipped(self._settings, "T")
+        leave_out_skipped(values, skipped)
         stated = trace.prompt_length = values.get("prompt_length")
         tokens = read_tokens(trace, num_states, length, has_passes=has_passes)
         num_prompt_ids = trace.num_first_values
@@ -322,9 +322,9 @@ class TraceBuilder:
         begin, end = span = self.padding.span(trace, layers, padded, length, sizes)
         if self.padding.num_masked is not None and length not in (None, end - begin, self.padding.num_masked):
             raise InvalidInputError(f"found {length}, expected {end - begin} as the mask says", field="S.lengths")
-        if begin and self._in_front:
-            text = f"found {begin} tokens of padding in front of the token that = gives"
-            raise InvalidInputError(text, field=min(self._in_front))
+        if begin and (self._in_front or skipped):
+            text = f"found {begin} tokens of padding in front of the token that = gives, or T.skip leaves out"
+            raise InvalidInputError(text, field=min(self._in_front, default="tokens"))
         if has_passes and tokens is None and not self._settings.get("P.new"):
             check_new_tokens(sizes, self.plan.layout.states)
         if span != (0, num_states):
@@ -334,9 +334,7 @@ class TraceBuilder:
         if (prompt := values.get("prompt_length")) is not None:
             prompt = self.padding.prompt_of(prompt, span, num_states, is_stated=stated is not None)
             values["prompt_length"] = prompt
-        if (marked := trace.known(PROMPT_MASK, trace.array(PROMPT_MASK, "ST"))) is not None:
-            flags = of_span(marked[0], span, num_states)
-            values["prompt_length"] = length_of_prompt(flags, end - begin, values.get("prompt_length"))
+        set_marked_prompt(trace, values, span, num_states, tokens)
         self._check_prompt(trace, values, self.plan.layout.states, trace.num_first, begin)
         if tokens is not None:
             self._check_prompt(trace, values, "tokens", num_prompt_ids, 0 if padded is None else begin)

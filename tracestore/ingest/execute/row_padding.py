@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.arrays import check_border, check_no_padding
+from tracestore.ingest.execute.arrays import check_border, check_no_padding, num_skipped
 from tracestore.ingest.execute.axes import Layers, numbers_of
 from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.layout.fields import MASKS
@@ -68,7 +68,7 @@ class Padding:
         """
         num_states, fill = len(layers[0]), self._padding
         ids = None if tokens is None else tokens[:num_states]
-        mask = trace.known(self._mask, trace.array(self._mask, "S"))
+        mask = trace.known(self._mask, trace.array(self._mask, "ST"))
         is_stated = mask is not None or length is not None
         # An id that masks and lengths leave out may be inside a row, too: it also ends turns.
         is_shown = fill not in (None, "none") and not (is_stated and ids is not None and isinstance(fill, int))
@@ -76,7 +76,8 @@ class Padding:
         filled = span_of_fill(fill, layers, ids) if is_shown else None
         self.num_masked = None
         if mask is not None:
-            begin, end = self._span_of_mask(trace, mask[0], tokens, layers, sizes)
+            flags = mask[0][num_skipped(trace.settings, mask[1]) :]
+            begin, end = self._span_of_mask(trace, flags, tokens, layers, sizes)
         elif length is not None:
             begin, end = span_of_length(length, num_states, side, ids, layers)
             self._check_left_out(ids, (begin, end), "S.lengths")
@@ -381,12 +382,6 @@ def span_of_fill(fill: Any, layers: Sequence[np.ndarray], ids: np.ndarray | None
             values = numbers_of(layer)
             is_fill &= np.isnan(values).all(1) if fill == "nan" else (values == (0 if fill == "zeros" else fill)).all(1)
     return _one_run(~is_fill, "S.padding")
-
-
-def of_span(values: Any, span: Span, num_states: int) -> Any:
-    """Return the values of the tokens of a span, and of a last token without states; fewer than states have no padding."""
-    more = len(values) - num_states
-    return values[span[0] : span[1] + more] if more >= 0 else values
 
 
 def _fill_advice(fill: int) -> str:

@@ -124,7 +124,10 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
         "an axis S of the states that may be padded",
         lambda plan, _: _states(plan, "S") and not _is_flat(plan),
     ),
-    "T.skip": ("a line with the axis T", lambda plan, _: any("T" in place.axes for place in plan.others)),
+    "T.skip": (
+        "a positive number, and a line with the axis T",
+        lambda plan, _: plan.layout.settings["T.skip"] > 0 and any("T" in place.axes for place in plan.others),
+    ),
     "S.prompt": ("a line for prompt_length", lambda plan, _: _gives(plan, "prompt_length", "answer_span")),
     "sample": (
         "a line for question_id that is an address",

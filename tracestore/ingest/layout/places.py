@@ -166,6 +166,12 @@ class Plan:
         """The names in the files of the states that tell sources apart."""
         return [name for name in self.states[0].file_names if name not in self.states[0].crossed]
 
+    @cached_property
+    def names_in_file(self) -> list[str]:
+        """The names and letters that tell the questions of a file apart: their positions, and what keys bind."""
+        first = self.states[0]
+        return sorted((self.names | self.wild) - {*first.address.files.names, *first.file_names, "K", "sample"})
+
     def shared_names(self, place: Place) -> list[str]:
         """Return the names that say to which sources a file of a place belongs."""
         return [name for name in self.source_names if name in place.file_names and "." not in name]

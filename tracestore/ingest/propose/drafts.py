@@ -234,14 +234,16 @@ class Drafter:
     def _verdicts(self, identity: Identity, frame: Frame) -> list[list[_Choice]]:
         """Return the lines that labels and scores may have, under each field that they may be."""
         explained: set[str] = set()
-        choices: dict[tuple[str, ...], list[_Choice]] = {}
+        choices: dict[frozenset[str], list[_Choice]] = {}
         # Those that a word explains come first: a label without such a word has to agree with them. Of several without
         # such a word each may be the one that is meant.
         for meaning in sorted(self.meanings, key=lambda m: len(m.verdicts)):
-            fields = tuple(name for name in meaning.verdicts if name not in explained)
+            fields = [name for name in meaning.verdicts if name not in explained]
             if fields and (lines := self._lines(meaning, "verdict", identity, frame)):
                 explained.update(fields if len(meaning.verdicts) == 1 else ())
-                choices.setdefault(fields, []).extend((name, line, meaning) for name in fields for line in lines)
+                choices.setdefault(frozenset(fields), []).extend(
+                    (name, line, meaning) for name in fields for line in lines
+                )
         return list(choices.values())
 
     def _lines(self, meaning: Meaning, name: str, identity: Identity, frame: Frame) -> list[Line]:
@@ -365,9 +367,10 @@ def _of_ids(meaning: Meaning, identity: Identity) -> Meaning:
 
 
 def _choices(name: str, meaning: Meaning, lines: Sequence[Line]) -> list[_Choice]:
-    """Return the lines of a field; none is a choice for what may be another output than weights of attention."""
+    """Return the lines of a field; none is a choice for flags, and for what may be another output than weights of attention."""
     found: list[_Choice] = [(name, line, meaning) for line in lines]
-    return [*found, (name, None, meaning)] if name == "attentions" and meaning.is_of_module else found
+    is_other = name == PROMPT_MASK or (name == "attentions" and meaning.is_of_module)
+    return [*found, (name, None, meaning)] if is_other else found
 
 
 def _needs_id(meaning: Meaning, identity: Identity) -> bool:

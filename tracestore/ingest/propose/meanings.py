@@ -208,7 +208,8 @@ def _field(words: tuple[str, ...], leaf: Leaf, siblings: frozenset[str]) -> tupl
         size = len(phrase)
         is_known = size < best[1] or (size == best[1] and best[0] != "tokens_decoded")
         is_letter = size == 1 and len(phrase[0]) == 1 and words != phrase
-        if not is_known and not is_letter and contains(words, phrase):
+        is_flag = words[0] == "is" and size < len(words)  # is_prompt holds no prompt
+        if not is_known and not is_letter and not is_flag and contains(words, phrase):
             best = next(((field, size) for field in fields if _takes(field, leaf)), best)
     is_vague = best[0] == "generated_answer" and words in (("text",), ("content",))
     return ("question", best[1]) if is_vague and _asks(leaf, siblings) else best
