@@ -480,3 +480,22 @@ def test_prompts_of_padded_rows_that_may_count_the_padding(tmp_path, counted):
 def _folder(tmp_path):
     (tmp_path / "in").mkdir()
     return tmp_path / "in"
+
+
+def test_flags_of_the_prompt_in_rows_of_tokens(tmp_path):
+    rows = [
+        {
+            "qid": f"w{k}",
+            "layer": layer,
+            "pos": n,
+            "token_id": 7 * n + k,
+            "is_prompt": n < 2 + k,
+            "vector": vector.tolist(),
+        }
+        for k in range(3)
+        for layer, hidden in enumerate(states(2, 5 + k, 8, seed=k))
+        for n, vector in enumerate(hidden)
+    ]
+    dump(tmp_path / "in/a.pkl", rows)
+
+    assert [trace.prompt_length for trace in accept(tmp_path).values()] == [2, 3, 4]

@@ -367,10 +367,9 @@ def _of_ids(meaning: Meaning, identity: Identity) -> Meaning:
 
 
 def _choices(name: str, meaning: Meaning, lines: Sequence[Line]) -> list[_Choice]:
-    """Return the lines of a field; none is a choice for flags, and for what may be another output than weights of attention."""
+    """Return the lines of a field; none is a choice for what may be another output than weights of attention."""
     found: list[_Choice] = [(name, line, meaning) for line in lines]
-    is_other = name == PROMPT_MASK or (name == "attentions" and meaning.is_of_module)
-    return [*found, (name, None, meaning)] if is_other else found
+    return [*found, (name, None, meaning)] if name == "attentions" and meaning.is_of_module else found
 
 
 def _needs_id(meaning: Meaning, identity: Identity) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, TracestoreError, escape_unprintable
 from tracestore.ingest.execute.claims import is_other
+from tracestore.ingest.layout.fields import PROMPT_MASK
 from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.candidates import Candidate, chosen, in_any_order
@@ -166,7 +167,15 @@ def _first_files(files: Mapping[str, Path], observation: Observation) -> dict[st
 
 
 def _with_asked(draft: Draft, refusal: str) -> Iterator[tuple[Layout, Draft]]:
-    """Yield a draft with each value of the entry that the reason of its refusal asks for; none of them is proved."""
+    """Yield a draft with each value of the entry that the reason of its refusal asks for, or without refused flags of prompts.
+
+    None of them is proved.
+    """
+    if f" {PROMPT_MASK}: " in refusal:
+        entries = dict(draft.entries)
+        address = entries.pop(PROMPT_MASK).partition(" -> ")[0]
+        entries["ignore"] = [*entries.get("ignore", ()), address]
+        yield parse_layout(entries, "proposal"), replace(draft, entries=entries, left_out=[*draft.left_out, address])
     for pad, ids, prompt in _ASKED.findall(refusal):
         for value in [ids] if pad else _COUNTED:
             if (name := pad or prompt) not in draft.entries:
