@@ -499,3 +499,21 @@ def test_flags_of_the_prompt_in_rows_of_tokens(tmp_path):
     dump(tmp_path / "in/a.pkl", rows)
 
     assert [trace.prompt_length for trace in accept(tmp_path).values()] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("lengths", [(2, 3, 2, 4), (20, 31, 25, 44)])
+def test_lengths_of_prompts_without_tokens(tmp_path, lengths):
+    """They are a line of a candidate, left out where they count something else [characters]."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for k in range(4):
+        np.savez(folder / f"q{k}.npz", acts=states(3, 5 + k % 3, 8, seed=k))
+    table(folder / "t.csv", [{"id": f"q{k}", "prompt_len": lengths[k], "is_correct": k % 2} for k in range(4)])
+
+    refuse(tmp_path)
+
+    found = [
+        [trace.prompt_length for trace in tracestore.open(path)]
+        for _, path in check_candidates(tmp_path, proposal_of(tmp_path))
+    ]
+    assert ([*lengths] if lengths[0] == 2 else [None] * 4) in found

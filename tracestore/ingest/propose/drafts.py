@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tracestore.ingest.execute.row_ranges import covers
 from tracestore.ingest.layout.fields import PROMPT_MASK
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
-from tracestore.ingest.propose.leaves import Leaf, Observation
+from tracestore.ingest.propose.leaves import Leaf, Observation, rows_next_to
 from tracestore.ingest.propose.leftovers import left_over
 from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import STATES, Meaning, ask_label, is_of_bits, may_be_label, meaning_of
@@ -35,6 +34,7 @@ _FIELDS = frozenset((*TEXTS, *ARRAYS, *RANGES, "question_id", "prompt_length"))
 _HEADERS = ("@huggingface", "@pandas", "@content_defined_chunking")
 # A field, its line, None for none, and the leaf of the line.
 _Choice = tuple[str, Line | None, Meaning]
+UNSHOWN = "prompt_length: no tokens show that it counts them"
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Drafter:
         lengths = [meaning.leaf for meaning in self.meanings if meaning.field == "S.lengths" and meaning.leaf.rank]
         for meaning in self.meanings:
             if meaning.field in ("", *RANGES) and meaning.leaf.number_kind == "i" and meaning.leaf.rank == 1:
-                found = (_rows_next_to(one, meaning.leaf) for one in lengths)
+                found = (rows_next_to(one, meaning.leaf) for one in lengths)
                 meaning.field = next(filter(None, found), meaning.field)
 
     def states(self) -> list[Meaning]:
@@ -138,6 +138,7 @@ class Drafter:
             return
         name = "hidden_states" if frame.has_tokens else "last_token"
         fixed, doubts, extents = self._stated(states, name, identity, frame)
+        spare = self._spare(identity, frame)
         of_states = [states, *(m for m in self.meanings if m.leaf in extents)]
         choices = [*self._fields(states, identity, frame), *self._verdicts(identity, frame)]
         for chosen in itertools.product(*choices):
@@ -146,6 +147,10 @@ class Drafter:
             entries: dict[str, Any] = {name: Line(address, axes).text} | {n: line.text for n, line in lines.items()}
             entries |= {f"words.{word}": "missing" for meaning in own for word in meaning.missing} | fixed
             draft = Draft(entries, Case(self.places, states, identity, frame, lines, name).unproved() + doubts)
+            if draft.unproved and spare is not None and "tokens" not in lines:
+                entries["prompt_length"] = spare[0].text
+                draft.unproved.append(UNSHOWN)
+                own.append(spare[1])
             draft.left_out, draft.reasons, ignored = left_over(self.places, states, identity, own)
             draft.cost, draft.contradiction = unusual(axes), self._other_order(own, identity)
             if ignored:
@@ -201,6 +206,12 @@ class Drafter:
         has_tokens = "tokens" in found or ("tokens_decoded" in found and _is_prompt_of(found))
         found = {name: value for name, value in found.items() if not _is_superfluous(name, frame, has_tokens)}
         return [_choices(name, meaning, lines) for name, (meaning, lines) in found.items()]
+
+    def _spare(self, identity: Identity, frame: Frame) -> tuple[Line, Meaning] | None:
+        """Return a line of a length of prompts, which nothing but tokens proves."""
+        meanings = [m for m in self.meanings if m.field == "prompt_length" and frame.has_tokens]
+        found = ((line, m) for m in meanings for line in self._lines(m, "prompt_length", identity, frame))
+        return next(found, None)
 
     def _num_padded(self, meaning: Meaning, identity: Identity, frame: Frame) -> int | None:
         """Return how many tokens lengths of single traces leave out at most, -1 if they count others; None without."""
@@ -281,16 +292,6 @@ class Drafter:
             return True
         is_of_file = is_same_file and identity.mode == "ids" and not inner
         return not is_of_file and (has_items or bool(leaf.bound - AXIS_NAMES.keys()))
-
-
-def _rows_next_to(lengths: Leaf, leaf: Leaf) -> str:
-    """Return what the integers of a leaf say next to lengths that give as many rows, "" if neither first nor last ones."""
-    pairs = [(one.value, other.value) for one, other in zip(leaf.spots, lengths.spots, strict=False)]
-    if any(not one or not other or len(one) != len(other) or None in (*one, *other) for one, other in pairs):
-        return ""
-    if all(covers([(k, k + n) for k, n in zip(*pair, strict=True)]) for pair in pairs):
-        return "S.starts"
-    return "S.ends" * all(covers([(k - n, k) for k, n in zip(*pair, strict=True)]) for pair in pairs)
 
 
 def _in_parts(draft: Draft) -> Draft | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.execute.row_ranges import covers
 from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.propose.looking import MAX_ITEMS, Seen, look, texts_of
 from tracestore.ingest.propose.names import Family, escape, families, is_integer, without_names, words_of
@@ -290,3 +291,13 @@ def _step(text: str, *, by_tuple: bool) -> str:
     if not by_tuple:
         text = text.replace(",", "\\,")
     return "\\" + text if text.startswith(("[", "@")) else text
+
+
+def rows_next_to(lengths: Leaf, leaf: Leaf) -> str:
+    """Return what the integers of a leaf say next to lengths that give as many rows, "" if neither first nor last ones."""
+    pairs = [(one.value, other.value) for one, other in zip(leaf.spots, lengths.spots, strict=False)]
+    if any(not one or not other or len(one) != len(other) or None in (*one, *other) for one, other in pairs):
+        return ""
+    if all(covers([(k, k + n) for k, n in zip(*pair, strict=True)]) for pair in pairs):
+        return "S.starts"
+    return "S.ends" * all(covers([(k - n, k) for k, n in zip(*pair, strict=True)]) for pair in pairs)

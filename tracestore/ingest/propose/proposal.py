@@ -14,7 +14,7 @@ from tracestore.ingest.layout.fields import PROMPT_MASK
 from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.candidates import Candidate, chosen, in_any_order
-from tracestore.ingest.propose.drafts import Draft, Drafter
+from tracestore.ingest.propose.drafts import UNSHOWN, Draft, Drafter
 from tracestore.ingest.propose.leaves import Observation, observe
 from tracestore.ingest.propose.trials import try_layout
 from tracestore.words import plural
@@ -171,11 +171,15 @@ def _with_asked(draft: Draft, refusal: str) -> Iterator[tuple[Layout, Draft]]:
 
     None of them is proved.
     """
-    if f" {PROMPT_MASK}: " in refusal:
-        entries = dict(draft.entries)
-        address = entries.pop(PROMPT_MASK).partition(" -> ")[0]
-        entries["ignore"] = [*entries.get("ignore", ()), address]
-        yield parse_layout(entries, "proposal"), replace(draft, entries=entries, left_out=[*draft.left_out, address])
+    for name in (PROMPT_MASK, *["prompt_length"] * (UNSHOWN in draft.unproved)):
+        if f" {name}: " in refusal:
+            entries = dict(draft.entries)
+            address = entries.pop(name).partition(" -> ")[0]
+            entries["ignore"] = [*entries.get("ignore", ()), address]
+            yield (
+                parse_layout(entries, "proposal"),
+                replace(draft, entries=entries, left_out=[*draft.left_out, address]),
+            )
     for pad, ids, prompt in _ASKED.findall(refusal):
         for value in [ids] if pad else _COUNTED:
             if (name := pad or prompt) not in draft.entries:
