@@ -109,7 +109,7 @@ def test_values_of_a_saved_detector_are_checked(key, value, made, tmp_path):
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_mutated_checkpoints_of_a_run(epochs, made, tmp_path):
     """A finished training is kept or refused; one that continues may also find a damaged best epoch."""
-    shutil.copytree(made / "one", tmp_path / "r")
+    shutil.copytree(made / "one", tmp_path / "r", ignore=shutil.ignore_patterns("results.json"))  # which has a probe
     rng = random.Random(epochs)
     files = {name: load_checkpoint(made / f"one/lstm_solo/{name}") for name in ("last.pt", "best.pt")}
     words = ["train", "--store", made / "s.zarr", *FAST, *ONLY["lstm_solo"], "--epochs", epochs, "--no-probe"]
@@ -125,7 +125,7 @@ def test_mutated_checkpoints_of_a_run(epochs, made, tmp_path):
 
 @pytest.mark.parametrize("name", ["one", "many"])
 def test_mutated_splits(name, made, tmp_path):
-    shutil.copytree(made / name, tmp_path / "r")
+    shutil.copytree(made / name, tmp_path / "r", ignore=shutil.ignore_patterns("results.json"))  # which has a probe
     path = tmp_path / "r" / ("split.json" if name == "one" else "folds.json")
     saved, rng = json.loads(path.read_text()), random.Random(name)
     words = ["train", "--store", made / "s.zarr", *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--no-probe"]

@@ -63,7 +63,7 @@ def test_folds_and_seeds_of_the_command(sampled, tmp_path, monkeypatch):
     assert all(r["split"] == "test" and r["fold"] == by_fold[r["question_id"]] for r in rows)
     assert all(0 < float(r[name]) < 1 for r in rows for name in ("lstm_solo", "logistic_probe"))
     with pytest.raises(UsageError, match="3 folds, not 4"):
-        train_quietly(sampled, out, ["lstm_solo"], replace(plain, resume=True), {"lstm_hidden": 8}, folds=4)
+        train_quietly(sampled, out, ["lstm_solo"], replace(plain, resume=True), {"lstm_hidden": 8}, folds=4, probe=True)
 
 
 @pytest.mark.long
