@@ -133,10 +133,10 @@ def read_tokens(trace: TraceCells, num_states: int, length: int | None, *, has_p
     if is_of_sequences(place):
         letter = "T"
     count = num_skipped(trace.settings, letter)
-    if ids[:count].tolist() != trace.columns.skipped.setdefault(0, ids[:count].tolist()):
-        found, first = ids[:count].tolist(), trace.columns.skipped[0]
-        raise InvalidInputError(f"found {found} and {first} where T.skip leaves out one text", field="tokens")
-    ids = ids[count:]
+    skipped, known = ids[:count].tolist(), trace.columns.skipped
+    if known not in (None, skipped):
+        raise InvalidInputError(f"found {skipped} and {known} where T.skip leaves out one text", field="tokens")
+    trace.columns.skipped, ids = skipped, ids[count:]
     # The ids that generate() and vLLM return are always one more: one id less would move the others.
     is_exact = letter == "G" or (letter == "T" and (has_passes or is_of_answer))
     if letter == "T" and len(set(ids[num_states + 1 :].tolist())) < 2 and _rows_of_passes(trace) is not None:

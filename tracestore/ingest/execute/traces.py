@@ -34,7 +34,7 @@ class TraceColumns:
     tables: Mapping[Place, Column] = field(default_factory=dict)
     missing: dict[Place, set[MissingRow]] = field(default_factory=dict)
     num_answers: dict[str, int] = field(default_factory=dict)  # the last number of an answer by question
-    skipped: dict[int, list[int]] = field(default_factory=dict)  # the ids that T.skip leaves out, under 0
+    skipped: list[int] | None = None  # the ids that T.skip leaves out
 
     def __post_init__(self) -> None:
         self.texts, self.starts = RowTexts(self.plan), RowStarts(self.plan, self.table_starts)
