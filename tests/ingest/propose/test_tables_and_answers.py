@@ -10,6 +10,7 @@ import pytest
 import tracestore
 from tests.ingest.execute.folders import dump, save, states, table
 from tests.ingest.propose.folders import accept, check_candidates, proposal_of, refuse
+from tracestore.ingest.propose.proposal import propose
 
 # Numbers of answers in names
 
@@ -475,6 +476,9 @@ def test_prompts_of_padded_rows_that_may_count_the_padding(tmp_path, counted):
     found = {path: [trace.prompt_length for trace in tracestore.open(path)] for _, path in stores}
     expected = [2, 3, 4] if counted == "columns" else prompts.tolist()
     assert expected in found.values()
+    known = {"L.what": "block output"}
+    candidates = propose({"a.npz": tmp_path / "in/a.npz"}, known).candidates
+    assert candidates and all(candidate.layout.settings.items() >= known.items() for candidate in candidates)
 
 
 def _folder(tmp_path):

@@ -166,28 +166,27 @@ def _first_files(files: Mapping[str, Path], observation: Observation) -> dict[st
     return {name: path for name, path in files.items() if name not in left_out}
 
 
-def _with_asked(draft: Draft, refusal: str) -> Iterator[tuple[Layout, Draft]]:
+def _with_asked(layout: Layout, draft: Draft, refusal: str) -> Iterator[tuple[Layout, Draft]]:
     """Yield a draft with each value of the entry that the reason of its refusal asks for, or without refused flags of prompts.
 
-    None of them is proved.
+    None of them is proved; all have the further entries of the layout.
     """
+    known = layout.to_entries()
     for name in (PROMPT_MASK, *["prompt_length"] * (UNSHOWN in draft.unproved)):
-        if f" {name}: " in refusal:
-            entries = dict(draft.entries)
-            address = entries.pop(name).partition(" -> ")[0]
-            entries["ignore"] = [*entries.get("ignore", ()), address]
-            yield (
-                parse_layout(entries, "proposal"),
-                replace(draft, entries=entries, left_out=[*draft.left_out, address]),
+        if f" {name}: " in refusal and name in draft.entries:
+            address = draft.entries[name].partition(" -> ")[0]
+            parsed, entries = (
+                {n: v for n, v in of.items() if n != name} | {"ignore": [*of.get("ignore", ()), address]}
+                for of in (known, draft.entries)
             )
+            more = replace(draft, entries=entries, left_out=[*draft.left_out, address])
+            yield parse_layout(parsed, "proposal"), more
     for pad, ids, prompt in _ASKED.findall(refusal):
         for value in [ids] if pad else _COUNTED:
-            if (name := pad or prompt) not in draft.entries:
-                entries, doubt = draft.entries | {name: json.loads(value)}, f"{name}: nothing in the files says {value}"
-                yield (
-                    parse_layout(entries, "proposal"),
-                    replace(draft, entries=entries, unproved=[*draft.unproved, doubt]),
-                )
+            if (name := pad or prompt) not in known:
+                asked, doubt = {name: json.loads(value)}, f"{name}: nothing in the files says {value}"
+                more = replace(draft, entries=draft.entries | asked, unproved=[*draft.unproved, doubt])
+                yield parse_layout(known | asked, "proposal"), more
 
 
 def _explains_more(one: Sequence[str], other: Sequence[str]) -> bool:
@@ -222,5 +221,5 @@ def _tried(
         except TracestoreError as error:
             proposal.refusals.append(str(error))
             refused[in_any_order(draft)].append((draft.cost, str(error)))
-            waiting.extendleft(_with_asked(draft, str(error)))
+            waiting.extendleft(_with_asked(layout, draft, str(error)))
     return chosen(found, refused, first)
