@@ -506,3 +506,26 @@ def test_a_mask_of_the_prompt_is_no_mask_of_generated_tokens(tmp_path, flags, is
         refuse(tmp_path, layout, "generated_mask: found the first token as generated and the last one as not")
     else:
         assert convert(tmp_path, layout)["a", 0].generated_mask.tolist() == flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt", "is_refused"),
+    [
+        ([0, 0, 1, 1, 1], 2, False),
+        ([0, 1, 0, 1, 1], 3, False),
+        ([0, 1, 0, 1, 1], 1, False),
+        ([0, 0, 0, 0, 0], 2, False),
+        ([0, 0, 1, 1, 1], 1, True),
+        ([0, 0, 1, 1, 1], 3, True),
+        ([0, 0, 1, 1, 1], 0, True),
+        ([1, 1, 1, 1, 1], 2, True),
+    ],
+)
+def test_an_answer_of_the_mask_begins_at_prompt_length(tmp_path, flags, prompt, is_refused):
+    """It may be any turn; a mask that is shifted by one, or marks the prompt too, is refused."""
+    one(tmp_path, m=flags, n=prompt)
+    layout = STATES | {"generated_mask": f"{ITEM}m", "prompt_length": f"{ITEM}n"}
+    if is_refused:
+        refuse(tmp_path, layout, rf"generated_mask: found the first generated token at \d, expected {prompt}")
+    else:
+        assert convert(tmp_path, layout)["a", 0].prompt_length == prompt

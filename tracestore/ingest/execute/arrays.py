@@ -201,10 +201,14 @@ def check_ids(
         raise InvalidInputError(f"found {found}, expected {expected} for {num_states} states{hint}", field="tokens")
 
 
-def check_generated(mask: np.ndarray) -> None:
-    """Refuse a mask of the tokens that begins with generated ones and ends with others, as one of the prompt does."""
+def check_generated(mask: np.ndarray, prompt_length: int | None) -> None:
+    """Refuse a mask of the generated tokens that is one of the prompt, or in which no answer follows `prompt_length`."""
     if mask[:1].any() and not mask[-1:].any():
         text = f"found the first token as generated and the last one as not; {PROMPT_MASK} takes the inverse"
+        raise InvalidInputError(text, field="generated_mask")
+    begins = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+    if prompt_length is not None and len(begins) and prompt_length not in begins:
+        text = f"found the first generated token at {begins[0]}, expected {prompt_length} as prompt_length says"
         raise InvalidInputError(text, field="generated_mask")
 
 

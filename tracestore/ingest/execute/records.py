@@ -127,7 +127,7 @@ class RecordMaker:
         if self._has_no_padding:  # the record has compared the shapes
             check_zero_tokens([layer.reshape(1, -1) for layer in states] if is_last else states, self._states)
         if "generated_mask" in record.optional and self._words is not None:
-            check_generated(record.optional["generated_mask"])
+            check_generated(record.optional["generated_mask"], record.prompt_length)
         if is_row and not is_last and self._words is not None and self.settings.get("S.padding") != "none":
             check_ends(states, self._states)
         if record.attention is not None:
