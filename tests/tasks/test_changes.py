@@ -28,7 +28,7 @@ from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write.plan_files import open_plan_files
 from tracestore.store.write.writer import StoreWriter
 from tracestore.tasks import commit_tasks, plan_tasks, task_plan, write_task
-from tracestore.tasks.receipt import listed_segments
+from tracestore.tasks.receipt import listed
 from tracestore.tasks.task_files import read_tasks
 
 SCORES = {f"q{10 * k + i}": 0.25 for k in range(6) for i in range(4)}
@@ -359,7 +359,7 @@ def test_clean_keeps_segments_that_a_task_uses_again(committed, data):
 def test_a_task_whose_segment_or_receipt_is_lost_is_written_again(committed, what):
     store, file, tasks = committed
     receipt = store / paths.receipt(tasks[3].hash)
-    segment = store / listed_segments(open_plan_files(store), tasks[3])[0]
+    segment = store / listed(open_plan_files(store), tasks[3])[0][0]
     if what == "segment":
         shutil.rmtree(segment)
     elif what in ("receipt", "damaged"):

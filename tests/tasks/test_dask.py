@@ -17,7 +17,7 @@ import tracestore
 from tests.helpers import ROOT, convert, make_graphs, make_trace, make_traces, tree_bytes, write_pickle
 from tests.machine import wait_until
 from tracestore import cli
-from tracestore.tasks import dask_workers, write_task
+from tracestore.tasks import convert_files, write_task
 
 distributed = pytest.importorskip("distributed")
 
@@ -96,7 +96,7 @@ def test_a_cluster_of_this_machine_gives_the_same_bytes(request, data, tmp_path,
 @pytest.mark.long
 def test_an_unreachable_scheduler_is_wrong_usage(data, tmp_path, monkeypatch):
     dask = pytest.importorskip("dask")
-    monkeypatch.setattr("tracestore.tasks.dask_workers._CONNECT_TIMEOUT_S", 1)
+    monkeypatch.setattr("tracestore.tasks.workers._CONNECT_TIMEOUT_S", 1)
     with dask.config.set({"distributed.comm.timeouts.connect": "0.5s"}):
         done = convert(data, tmp_path / "s.zarr", "--dask", "tcp://127.0.0.1:9", check=2)
     assert done.stderr.count("\n") == 1 and "no Dask scheduler" in done.stderr
@@ -131,7 +131,7 @@ def test_sources_before_a_failed_worker_are_committed(data, tmp_path, monkeypatc
     """The message names the source, and the same command continues."""
     store = tmp_path / "s.zarr"
     with monkeypatch.context() as patch:
-        patch.setattr(dask_workers, "DaskWorkers", FailingWorkers)
+        patch.setattr(convert_files, "DaskWorkers", FailingWorkers)
         assert cli.main(["convert", str(data), str(store), "--dask", "local", "--skip-bad"]) == 1
     errors = capsys.readouterr().err
     assert "batch_2.pkl: a worker failed" in errors and errors.count("\n") == 1
@@ -164,7 +164,7 @@ def test_files_of_a_worker_that_are_visible_late_are_waited_for(data, tmp_path, 
     """A receipt before its segment, and a segment before its receipt."""
     convert(data, tmp_path / "one.zarr")
     with monkeypatch.context() as patch:
-        patch.setattr(dask_workers, "DaskWorkers", LateWorkers)
+        patch.setattr(convert_files, "DaskWorkers", LateWorkers)
         convert(data, tmp_path / "s.zarr", "--dask", "local")
     assert tree_bytes(tmp_path / "s.zarr") == tree_bytes(tmp_path / "one.zarr")
 

@@ -12,17 +12,15 @@ import numpy as np
 
 from tracestore.errors import UsageError
 from tracestore.export.exporter import TRACES_PER_FILE
-from tracestore.export.file_formats import PickleListWriter, complete_dict, record_dict
+from tracestore.export.file_formats import complete_dict, pickled_list, record_dict
 from tracestore.ingest.builtin.parts import find_sources
 from tracestore.ingest.source_reading import read_traces
-from tracestore.ingest.sources import SourceFile
 from tracestore.store.io.destinations import require_outside_stores
 from tracestore.store.io.files import LocalFiles, parse_location
 from tracestore.store.io.fsio import atomic_write, map_os_errors
 from tracestore.store.maintain.selection import by_source
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.subset import TraceSubset
-from tracestore.store.read.trace import Trace
 from tracestore.words import plural
 
 _MIB = 1 << 20
@@ -74,7 +72,10 @@ class TraceBatchLoader:
         if not isinstance(self.path, Path) or (self.path.is_dir() and LocalFiles(self.path).generations()):
             self._batches = _store_batches(open_store(self.path))
         else:
-            self._batches = [_file_batch(source) for source in find_sources([self.path], self.path)]
+            self._batches = [
+                _Batch(source.name, source.file_bytes(), partial(read_traces, source, None), record_dict)
+                for source in find_sources([self.path], self.path)
+            ]
 
     def __repr__(self) -> str:
         return f"TraceBatchLoader({str(self.path)!r}, {plural(len(self), 'batch')})"
@@ -180,18 +181,11 @@ class _Batch:
         return next(map(self.as_dict, matches), None)
 
 
-def _file_batch(source: SourceFile) -> _Batch:
-    read = partial(read_traces, source, None)
-    return _Batch(source.name, source.file_bytes(), read, record_dict)
-
-
 def _store_batches(traces: TraceStore | TraceSubset) -> list[_Batch]:
     store: TraceStore = traces.store if isinstance(traces, TraceSubset) else traces
 
     def batch(name: str, num_bytes: int, indices: np.ndarray) -> _Batch:
-        def read() -> Iterator[Trace]:
-            return map(store.__getitem__, indices.tolist())
-
+        read = partial(map, store.__getitem__, indices.tolist())
         return _Batch(name, num_bytes, read, partial(complete_dict, store), len(indices))
 
     index, batches, num_appended = store.internals.index, [], 0
@@ -296,11 +290,9 @@ def _write(output_file: str | os.PathLike[str], traces: Iterator[dict[str, Any]]
     require_outside_stores(path)
     if os.path.lexists(path):
         raise UsageError(f"{path}: exists; remove it, or choose another name")
-    with map_os_errors(path), atomic_write(path) as file:
-        writer = PickleListWriter(file)
+    with map_os_errors(path), atomic_write(path) as file, pickled_list(file) as write:
         for trace in traces:
-            writer.append(trace)
+            write(trace)
             count += 1
             del trace  # before the next one is read
-        writer.finish()
     return count

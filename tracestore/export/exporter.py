@@ -1,5 +1,6 @@
 """Export of a store to files of other formats, for programs that read those."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -12,31 +13,26 @@ from pathlib import Path
 
 import numpy as np
 
-from tracestore.errors import DiskFullError, UsageError
+from tracestore.errors import DiskFullError, StoreLockedError, UsageError
 from tracestore.export.file_formats import FORMATS, WRITERS, ExportFormat
-from tracestore.export.output_folder import check_folder, lock_folder
-from tracestore.export.trace_values import json_line, row_of, score_columns, small_arrays
+from tracestore.export.trace_values import json_line, row_of, score_columns
 from tracestore.extras import needs
 from tracestore.ingest.exports import STORE_FILE
-from tracestore.ingest.exports.export_manifest import (
-    COMPLETE,
-    SCORES_FILE,
-    TABLE_FILE,
-    DataFile,
-    ExportManifest,
-    side_file,
-)
+from tracestore.ingest.exports.export_manifest import DATA_FOLDER, SCORES_FILE, TABLE_FILE, DataFile, ExportManifest
 from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS, is_in_unit_range, used_scores
+from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.destinations import check_output_dir
-from tracestore.store.io.fsio import atomic_write, map_os_errors, require_free_bytes, write_rows
+from tracestore.store.io.fsio import atomic_write, map_os_errors, remove_tree, require_free_bytes, write_rows
+from tracestore.store.io.locks import lock_error
 from tracestore.store.io.provenance_file import PROVENANCE_FILE, write_provenance
 from tracestore.store.maintain.selection import check_token_counts, large_array_bytes
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 from tracestore.words import plural
 
+OnProgress = Callable[[int, int], None] | None  # receives the traces done and the total
 TRACES_PER_FILE = 500
 # Bound of the bytes of the arrays in a file of graphs, which is made in memory, or of a data set.
 MAX_FILE_BYTES = 1 << 30
@@ -78,7 +74,7 @@ def export_store(
     *,
     format: ExportFormat = "pkl",
     traces_per_file: int = TRACES_PER_FILE,
-    progress: Callable[[int, int], None] | None = None,
+    progress: OnProgress = None,
 ) -> ExportReport:
     """Write each trace of a store to files.
 
@@ -149,24 +145,20 @@ def export_store(
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                raise DiskFullError(
-                    f"no space left on the file system of {out}: {report.continues(len(store))}"
-                ) from error
+                text = f"no space left on the file system of {out}: {report.continues(len(store))}"
+                raise DiskFullError(text) from error
     return report
 
 
-def _write(
-    store: TraceStore,
-    out: Path,
-    manifest: ExportManifest,
-    report: ExportReport,
-    progress: Callable[[int, int], None] | None,
-) -> None:
+def _write(store: TraceStore, out: Path, manifest: ExportManifest, report: ExportReport, progress: OnProgress) -> None:
     """Write the files of an export that are not there yet, and the list of all of them at last."""
     format: ExportFormat = report.format  # type: ignore[assignment]
     write, name, in_table = WRITERS[format]
     (out / name).parent.mkdir(exist_ok=True)
-    provenances = _provenance_of_traces(store)
+    index, known = store.internals.index, store.provenance
+    # The position of the provenance of each trace in that of the store, -1 without one.
+    numbers = [-1 if source.provenance is None else known.index(source.provenance) for source in index.sources()]
+    provenances: np.ndarray = np.array(numbers, "<i8")[index.read_column("source")]
     files: list[DataFile] = []
     for number, (begin, end) in enumerate(_file_ranges(store, format, manifest.traces_per_file, provenances)):
         path = out / name.format(number)
@@ -174,9 +166,8 @@ def _write(
             with atomic_write(path) as file:
                 write(store, (store[k] for k in range(begin, end)), file)
         size, provenance = path.stat().st_size, int(provenances[begin])
-        files.append(
-            DataFile(name.format(number), size, end - begin, None if provenance < 0 else provenance, table_begin=0)
-        )
+        stored = None if provenance < 0 else provenance
+        files.append(DataFile(name.format(number), size, end - begin, stored, table_begin=0))
         report.num_files += 1
         report.num_traces += end - begin
         report.bytes += size
@@ -185,27 +176,21 @@ def _write(
     files = _write_table(store, out / TABLE_FILE, files, in_table)
     with atomic_write(out / STORE_FILE) as file:
         file.write(json.dumps(store.internals.attributes.to_json(), indent=1).encode())
-    has_provenance = _write_common_provenance(store, out)
-    scores = _write_scores(store, out)
-    report.scores_file = None if scores is None else str(scores)
+    names = [TABLE_FILE, STORE_FILE]
+    if known and -1 not in numbers:
+        write_provenance(out / PROVENANCE_FILE, reduce(Provenance.agreement, known))
+        names.append(PROVENANCE_FILE)
+    if _write_scores(store, out / SCORES_FILE):
+        report.scores_file = str(out / SCORES_FILE)
+        names.append(SCORES_FILE)
     report.left_out = _left_out(store, format)
-    names = (TABLE_FILE, STORE_FILE, *([PROVENANCE_FILE] if has_provenance else []), *([SCORES_FILE] if scores else []))
-    side_files = tuple(side_file(out / name) for name in names)
-    replace(manifest, state=COMPLETE, files=tuple(files), side_files=side_files).write(out)
+    manifest.complete(out, files, names)
 
 
 def _digest(store: TraceStore) -> str:
     """Return a digest of the generation of the store and of the score that is used as the default one."""
     text = store.internals.manifest.to_bytes() + repr(store.score_name).encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()
-
-
-def _provenance_of_traces(store: TraceStore) -> np.ndarray:
-    """Return the position of the provenance of each trace in that of the store, -1 without one."""
-    index, known = store.internals.index, store.provenance
-    numbers = [-1 if s.provenance is None else known.index(s.provenance) for s in index.sources()]
-    found: np.ndarray = np.array(numbers, "<i8")[index.read_column("source")]
-    return found
 
 
 def _require_space(store: TraceStore, out: Path, format: ExportFormat) -> None:
@@ -231,10 +216,7 @@ def _write_table(store: TraceStore, path: Path, files: list[DataFile], arrays: t
         for file in files:
             found.append(replace(file, table_begin=table.tell()))
             for trace in map(store.__getitem__, range(index, index + file.num_traces)):
-                row = {"file": file.name} | row_of(store, trace)
-                small = small_arrays(store, trace) if arrays else {}
-                line = json_line(row, {name: small[name] for name in arrays if name in small})
-                table.write(line.encode() + b"\n")
+                table.write(json_line(store, trace, file.name, arrays).encode() + b"\n")
             index += file.num_traces
     return found
 
@@ -246,11 +228,8 @@ def _left_out(store: TraceStore, format: ExportFormat) -> list[str]:
         found.append("hidden states of all tokens, and attention: the format holds the last token of each layer")
     if format == "pt-gnn" and store.num_stored_heads > 1:
         found.append("the attention of each head: the format holds the mean")
-    if (
-        format.startswith("pt-")
-        and (used := used_scores(store.scores, store.labels)).size
-        and not is_in_unit_range(used)
-    ):
+    used = used_scores(store.scores, store.labels)
+    if format.startswith("pt-") and used.size and not is_in_unit_range(used):
         found.append(f"labels of {plural(len(used), 'score')} outside [0, 1], which have no default threshold")
     if store.lens is not None:
         found.append("the lens (final norm and unembedding matrix)")
@@ -265,8 +244,7 @@ def _check(store: TraceStore, format: ExportFormat) -> None:
     if format in ("safetensors", "datasets"):
         return
     for trace in store:
-        problem = _problem(trace, format)
-        if problem is not None:
+        if (problem := _problem(trace, format)) is not None:
             raise UsageError(f"{store.path}: trace {trace.index} ({trace.question_id}) {problem}")
 
 
@@ -310,16 +288,8 @@ def _file_ranges(
         yield begin, total
 
 
-def _write_common_provenance(store: TraceStore, out: Path) -> bool:
-    """Write what all provenances have in common; return whether each source has one."""
-    has_all = bool(store.provenance) and all(source.provenance for source in store.internals.index.sources())
-    if has_all:
-        write_provenance(out / PROVENANCE_FILE, reduce(Provenance.agreement, store.provenance))
-    return has_all
-
-
-def _write_scores(store: TraceStore, out: Path) -> Path | None:
-    """Write labels, scores and groups as a table for other programs. Return None if no trace has any.
+def _write_scores(store: TraceStore, path: Path) -> bool:
+    """Write labels, scores and groups as a table for other programs, if a trace has one; return whether it has.
 
     Columns that hold nothing are left out, except that of the default score: the sample if no question of the store
     has further answers, because readers apply a score without a sample to all samples of its question.
@@ -335,7 +305,48 @@ def _write_scores(store: TraceStore, out: Path) -> Path | None:
     kept = [True, any(row[1] for row in rows)]
     kept += [name == default or any(row[k] for row in rows) for k, name in enumerate(names, 2)]
     rows = [row for row in rows if any(row[2:])]
-    if not rows:
-        return None
-    write_rows(out / SCORES_FILE, list(compress(header, kept)), (list(compress(r, kept)) for r in rows))
-    return out / SCORES_FILE
+    if rows:
+        write_rows(path, list(compress(header, kept)), (list(compress(r, kept)) for r in rows))
+    return bool(rows)
+
+
+@contextlib.contextmanager
+def lock_folder(out: Path) -> Iterator[None]:
+    """Keep other processes from exporting into a folder. No-op on a file system without locks of folders.
+
+    Raises
+    ------
+    StoreLockedError
+        If another process exports into it.
+    """
+    fd = os.open(out, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if lock_error(fd) == errno.EWOULDBLOCK:
+            raise StoreLockedError(f"{out}: another process exports into this folder")
+        yield
+    finally:
+        os.close(fd)
+
+
+def check_folder(out: Path, manifest: ExportManifest) -> bool:
+    """Remove the temporary files of an interrupted export, and return whether `manifest` is that of this export.
+
+    Raises
+    ------
+    UsageError
+        If the folder holds anything else.
+    """
+    found = ExportManifest.read(out)
+    if found is not None and found.is_complete:
+        raise UsageError(f"{out}: holds a complete export; use an empty or new folder")
+    if found not in (None, manifest):
+        raise UsageError(
+            f"{out}: holds an unfinished export of another store, of another state of this one, or with other options; "
+            "remove the folder, or use a new one"
+        )
+    if found is None and not all(path.name.startswith(TEMPORARY_PREFIX) for path in out.iterdir()):
+        raise UsageError(f"{out}: not empty; use an empty or new folder")
+    for folder in (out, out / DATA_FOLDER):
+        for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
+            remove_tree(path)
+    return found is not None

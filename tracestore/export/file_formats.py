@@ -1,14 +1,16 @@
-"""Traces in the layouts of the input files: dicts in pickles, and .pt files of tensors or graphs."""
+"""Traces in the layouts of the input files: dicts in pickles, .pt files of tensors or graphs, and .safetensors files."""
 
 import io
+import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.export import safetensors_file
+from tracestore.export.trace_values import arrays_of
 from tracestore.ingest.exports.export_manifest import DATA_FOLDER
 from tracestore.store.format import schema
 from tracestore.store.format.extra_fields import decode_list
@@ -21,26 +23,23 @@ from tracestore.store.write.record import TraceRecord
 
 ExportFormat = Literal["pkl", "pt-lstm", "pt-gnn", "safetensors", "datasets"]
 FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
+# Names of dtypes in the headers of .safetensors files.
+_SAFETENSORS = {
+    "float16": "F16", "float32": "F32", "bfloat16": "BF16",
+    "int8": "I8", "uint8": "U8", "int32": "I32", "int64": "I64",
+}  # fmt: skip
 # Fields of a PyG Data that are not extras.
 _GRAPH_ARRAYS = ("x", "edge_index", "edge_attr")
 
 
-class PickleListWriter:
-    """Writes one pickled list item by item, in the memory of one item."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        # Protocol 3 has no frames, so items that were pickled alone can be concatenated. Each stores
-        # its own objects in the memo before it loads them.
-        self._file.write(pickle.PROTO + b"\x03" + pickle.EMPTY_LIST + pickle.MARK)
-
-    def append(self, item: dict[str, Any]) -> None:
-        """Write one item."""
-        self._file.write(memoryview(pickle.dumps(item, protocol=3))[2:-1])
-
-    def finish(self) -> None:
-        """Write the end of the list. The file stays open."""
-        self._file.write(pickle.APPENDS + pickle.STOP)
+@contextmanager
+def pickled_list(file: BinaryIO) -> Iterator[Callable[[dict[str, Any]], Any]]:
+    """Write one pickled list, in the memory of one item; yield what writes the next item. The file stays open."""
+    # Protocol 3 has no frames, so items that were pickled alone can be concatenated. Each stores its own objects in the
+    # memo before it loads them.
+    file.write(pickle.PROTO + b"\x03" + pickle.EMPTY_LIST + pickle.MARK)
+    yield lambda item: file.write(memoryview(pickle.dumps(item, protocol=3))[2:-1])
+    file.write(pickle.APPENDS + pickle.STOP)
 
 
 def file_layers(layers: Iterable[np.ndarray], dtype: str | None) -> list[Any]:
@@ -132,10 +131,9 @@ def _fields(trace: Any, hidden: Any, attention: Any, more: dict[str, Any]) -> di
 
 
 def _write_pickle(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
-    writer = PickleListWriter(file)
-    for trace in traces:
-        writer.append(trace_dict(store, trace))
-    writer.finish()
+    with pickled_list(file) as write:
+        for trace in traces:
+            write(trace_dict(store, trace))
 
 
 def _tensor(array: np.ndarray, dtype: str | None = None) -> Any:
@@ -145,16 +143,14 @@ def _tensor(array: np.ndarray, dtype: str | None = None) -> Any:
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 
-def labels_of_files(store: TraceStore) -> np.ndarray:
-    """Return the labels (N,) of .pt files: the stored ones, else those of scores in [0, 1] at 0.5, else NaN."""
-    return store.targets() if is_in_unit_range(used_scores(store.scores, store.labels)) else store.labels
-
-
 def _save(store: TraceStore, traces: Sequence[Trace], values: dict[str, Any], file: BinaryIO) -> None:
-    """Write `values`, labels (N,) float32 and question ids with torch.save."""
+    """Write `values`, labels (N,) float32 and question ids with torch.save.
+
+    The labels are the stored ones, else those of scores in [0, 1] at 0.5, else NaN.
+    """
     import torch
 
-    targets = labels_of_files(store)
+    targets = store.targets() if is_in_unit_range(used_scores(store.scores, store.labels)) else store.labels
     labels = torch.tensor([targets[t.index] for t in traces], dtype=torch.float32)
     # torch.save reports a full disk as a RuntimeError. Writing a buffer gives an OSError.
     buffer = io.BytesIO()
@@ -164,8 +160,8 @@ def _save(store: TraceStore, traces: Sequence[Trace], values: dict[str, Any], fi
 
 def _write_sequences(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
     batch = list(traces)
-    sequences = _tensor(np.stack([t.last_token_bits for t in batch]), store.hidden_dtype)
-    _save(store, batch, {"sequences": sequences}, file)
+    last_tokens = np.stack([trace.last_token_bits for trace in batch])
+    _save(store, batch, {"sequences": _tensor(last_tokens, store.hidden_dtype)}, file)
 
 
 def _write_graphs(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
@@ -180,24 +176,23 @@ def _graphs(store: TraceStore, trace: Trace) -> list[Any]:
     num_tokens, layers = trace.num_tokens, []
     is_averaged = store.attention_mode == "heads" and trace.attention_layout != "edges"
     weight_dtype = None if is_averaged else store.attention_dtype  # the mean is float16
-    extras = _layer_extras(trace, store.num_layers)
+    # Further fields that the source's Data objects had, as one value per layer.
+    extras = {
+        name: values
+        for name, values in (trace.extras if trace.attention_layout == "edges" else {}).items()
+        if isinstance(values, list) and len(values) == store.num_layers and name not in _GRAPH_ARRAYS
+    }
     for k, (hidden, (index, weight)) in enumerate(zip(trace.hidden_states_bits, _edges(trace), strict=True)):
         possible = num_tokens * num_tokens
-        counts = {
+        fields = {
             "num_nodes": num_tokens,
             "num_possible_edges": possible,
             "num_filtered_edges": index.shape[1],
             "filter_ratio": index.shape[1] / possible,
+            **{name: values[k] for name, values in extras.items() if values[k] is not None},
         }
-        own = {name: values[k] for name, values in extras.items() if values[k] is not None}
-        layers.append(
-            Data(
-                x=_tensor(hidden, store.hidden_dtype),
-                edge_index=_tensor(index),
-                edge_attr=_tensor(weight, weight_dtype),
-                **counts | own,
-            )
-        )
+        hidden, weight = _tensor(hidden, store.hidden_dtype), _tensor(weight, weight_dtype)
+        layers.append(Data(x=hidden, edge_index=_tensor(index), edge_attr=weight, **fields))
     return layers
 
 
@@ -220,12 +215,26 @@ def _edges(trace: Trace) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield np.stack([source[kept], target[kept]]).astype(np.int64), weight[kept][:, None]
 
 
-def _layer_extras(trace: Trace, num_layers: int) -> dict[str, list[Any]]:
-    """Return further fields that the source's Data objects had, as one value per layer."""
-    if trace.attention_layout != "edges":
-        return {}
-    extras = trace.extras
-    return {n: v for n, v in extras.items() if isinstance(v, list) and len(v) == num_layers and n not in _GRAPH_ARRAYS}
+def _write_safetensors(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
+    """Write the arrays of one trace, without a copy of them, and its key as metadata.
+
+    The library's writer for NumPy has no bfloat16. Wide dtypes come first, as in files of the library, so that every array
+    begins at a multiple of its item size.
+    """
+    [trace] = traces
+    arrays = sorted(arrays_of(store, trace).items(), key=lambda pair: (-pair[1][0].itemsize, pair[0]))
+    # The header is UTF-8, which has no lone surrogates; the id is in the table too.
+    question_id = trace.question_id.encode("utf-8", "backslashreplace").decode()
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "question_id": question_id, "sample": str(trace.sample)}}
+    end = 0
+    for name, (array, dtype) in arrays:
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": _SAFETENSORS[dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, (array, _) in arrays:
+        file.write(np.ascontiguousarray(array).reshape(-1).view("u1").data)
 
 
 def _write_parquet(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
@@ -241,6 +250,6 @@ WRITERS: dict[ExportFormat, tuple[Callable[[TraceStore, Iterator[Trace], BinaryI
     "pkl": (_write_pickle, "traces_batch_{:04d}.pkl", ("last_token",)),
     "pt-lstm": (_write_sequences, "preprocessed_batch_{:04d}.pt", _PER_TOKEN),
     "pt-gnn": (_write_graphs, "preprocessed_batch_{:04d}.pt", ("last_token", *_PER_TOKEN)),
-    "safetensors": (safetensors_file.write_traces, "{:06d}.safetensors", ()),
+    "safetensors": (_write_safetensors, "{:06d}.safetensors", ()),
     "datasets": (_write_parquet, f"{DATA_FOLDER}/train-{{:05d}}.parquet", ()),
 }

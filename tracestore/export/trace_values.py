@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -78,13 +78,16 @@ def score_columns(store: TraceStore) -> dict[str, str]:
     return {SCORE_COLUMNS[store.score_direction]: default} | others
 
 
-def json_line(row: dict[str, Any], arrays: Mapping[str, tuple[np.ndarray, str]]) -> str:
-    """Return a row and small arrays of its trace as one line of JSON Lines.
+def json_line(store: TraceStore, trace: Trace, file: str, arrays: Sequence[str]) -> str:
+    """Return a line of JSON Lines for a trace in a file: its row, and those of `arrays` that it has.
 
     Arrays, and infinite numbers, which JSON lacks, are encoded as docs/format.md describes extras.
     """
+    row = {"file": file} | row_of(store, trace)
     values = {name: json.loads(value) if name in JSON_FIELDS else value for name, value in row.items()}
-    values |= {name: array.view(schema.BFLOAT16) if d == "bfloat16" else array for name, (array, d) in arrays.items()}
+    small = small_arrays(store, trace) if arrays else {}
+    for name, (array, dtype) in ((name, small[name]) for name in arrays if name in small):
+        values[name] = array.view(schema.BFLOAT16) if dtype == "bfloat16" else array
     for name, value in values.items():
         if isinstance(value, float | np.ndarray):
             values[name] = encode_value(value, name, [sys.maxsize])

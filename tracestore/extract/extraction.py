@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import UsageError
-from tracestore.export.file_formats import PickleListWriter
+from tracestore.export.file_formats import pickled_list
 from tracestore.extract.judges import DEFAULT_JUDGES, judge_answer, score_field
 from tracestore.extract.questions import Question
 from tracestore.store.format.provenance import Provenance, require_compatible
@@ -133,17 +133,15 @@ def extract_to_folder(
                 yield from [None] * len(batch.questions)
                 continue
             rows = []
-            with fsio.atomic_write(path) as file:
-                writer = PickleListWriter(file)
+            with fsio.atomic_write(path) as file, pickled_list(file) as write:
                 questions = list(enumerate(batch.questions))
                 for question, trace in _traces(questions, answer, batch.number, batch_size):
-                    writer.append(trace)
+                    write(trace)
                     text = trace["generated_answer_clean"]
                     values = judge_answer(judges, text, question.answers)
                     row = [question.question_id, question.sample, values, question.template, text]
                     rows.append([*row, question.text, list(question.answers)])
                     yield values[judges[0]] >= _CORRECT_SCORE
-                writer.finish()
                 # Until the file is replaced, its scores are those of no question: a killed run writes both again.
                 _write_rows(scores, [])
             _write_rows(scores, rows)

@@ -114,7 +114,12 @@ class DataSet(Server):
             seen.add(hash(path))
             items, url = self._ask(path)
             for item in items if isinstance(items, list) else ():
-                self._add(item, sizes, others)
+                match item:  # folders have no size
+                    case {"type": "file", "path": str() as name, "size": int() as size}:
+                        if paths.is_own(name, is_folder=False):
+                            sizes[name] = size
+                        elif name not in (README, _ATTRIBUTES):
+                            others.append(name)
             is_here = url.startswith(f"{self.address}/")
             path = url.removeprefix(f"{self.address}/") if is_here else ""
             count = len(sizes) + len(others)
@@ -125,16 +130,3 @@ class DataSet(Server):
                     f"{count:,} files so far"
                 )
         return sizes, others
-
-    @staticmethod
-    def _add(item: object, sizes: dict[str, int], others: list[str]) -> None:
-        """Add a file of the list. Folders have no size."""
-        if not isinstance(item, dict) or item.get("type") != "file":
-            return
-        path, size = item.get("path"), item.get("size")
-        if not isinstance(path, str) or not isinstance(size, int):
-            return
-        if paths.is_own(path, is_folder=False):
-            sizes[path] = size
-        elif path not in (README, _ATTRIBUTES):
-            others.append(path)

@@ -129,10 +129,11 @@ def _require_absent(path: Path) -> None:
         raise UsageError(f"{path}: exists already; choose another name, or remove it first")
 
 
+@dataclass
 class _Download:
     """The download of one store into a folder.
 
-    Parameters
+    Attributes
     ----------
     folder : Path
         The folder, which may hold files of an interrupted download.
@@ -142,18 +143,18 @@ class _Download:
         The files on the server.
     progress : callable or None
         Receives the bytes done and the total.
+    wanted : dict
+        The files by path.
+    done : int
+        The bytes done.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        sizes: dict[str, int],
-        objects: ObjectStore,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._folder, self._sizes, self._objects, self._progress = folder, sizes, objects, progress
-        self._wanted: dict[str, FileEntry] = {}
-        self._done = 0
+    folder: Path
+    sizes: dict[str, int]
+    objects: ObjectStore
+    progress: Callable[[int, int], None] | None
+    wanted: dict[str, FileEntry] = field(default_factory=dict)
+    done: int = 0
 
     def run(self, report: PullReport) -> None:
         """Download, verify and complete the store."""
@@ -163,24 +164,24 @@ class _Download:
         except CorruptStoreError:
             # The files that name others may be damaged here only. The next attempt fetches them again.
             for name in ("manifest", "index", "columns"):
-                fsio.remove_tree(self._folder / name)
-            for rows in self._folder.glob("segments/*/rows.zip"):
+                fsio.remove_tree(self.folder / name)
+            for rows in self.folder.glob("segments/*/rows.zip"):
                 rows.unlink()
             raise
-        report.num_traces, report.num_files = manifest.num_traces, len(self._wanted)
-        report.num_bytes = sum(entry.size for entry in self._wanted.values())
+        report.num_traces, report.num_files = manifest.num_traces, len(self.wanted)
+        report.num_bytes = sum(entry.size for entry in self.wanted.values())
         self._complete(manifest)
 
     def _fetch_all(self, generation: int) -> Manifest:
-        newest, files = paths.manifest(generation), LocalFiles(self._folder)
-        if self._sizes[newest] > MAX_MANIFEST_BYTES:
+        newest, files = paths.manifest(generation), LocalFiles(self.folder)
+        if self.sizes[newest] > MAX_MANIFEST_BYTES:
             raise CorruptStoreError(
-                f"{newest}: found {self._sizes[newest]:,} bytes, expected at most {MAX_MANIFEST_BYTES:,}"
+                f"{newest}: found {self.sizes[newest]:,} bytes, expected at most {MAX_MANIFEST_BYTES:,}"
             )
         # The manifest is written when all files are there: until then, nothing opens the folder as a store.
-        fsio.remove_tree(self._folder / "manifest")
+        fsio.remove_tree(self.folder / "manifest")
         try:
-            manifest = parse_manifest(self._objects.read(newest, MAX_MANIFEST_BYTES), generation)
+            manifest = parse_manifest(self.objects.read(newest, MAX_MANIFEST_BYTES), generation)
         except FileNotFoundError:
             raise CorruptStoreError(f"{newest}: missing in the data set") from None
         self._fetch(manifest.small_files())
@@ -194,23 +195,23 @@ class _Download:
         """Download files after comparing their sizes on the server with those that were committed."""
         chosen = {entry.path: entry for entry in entries}
         for entry in chosen.values():
-            size = self._sizes.get(entry.path)
+            size = self.sizes.get(entry.path)
             if size is None:
                 raise CorruptStoreError(f"{entry.path}: missing in the data set")
             if size != entry.size:
                 raise size_mismatch(entry, size)
-        self._wanted |= chosen
-        needed = sum(entry.size for entry in chosen.values() if not (self._folder / entry.path).exists())
-        fsio.require_free_bytes(self._folder, needed, "the store")
-        total = sum(entry.size for entry in self._wanted.values())
+        self.wanted |= chosen
+        needed = sum(entry.size for entry in chosen.values() if not (self.folder / entry.path).exists())
+        fsio.require_free_bytes(self.folder, needed, "the store")
+        total = sum(entry.size for entry in self.wanted.values())
         for entry in in_threads(self._download, chosen.values(), _REQUESTS):
-            self._done += entry.size
-            if self._progress is not None:
-                self._progress(self._done, total)
+            self.done += entry.size
+            if self.progress is not None:
+                self.progress(self.done, total)
 
     def _download(self, entry: FileEntry, check: Callable[[], None]) -> FileEntry:
         """Download a file and give it its name when it is complete. A part of an earlier download is continued."""
-        final, partial = self._folder / entry.path, self._folder / _PARTIAL / entry.path.replace("/", "-")
+        final, partial = self.folder / entry.path, self.folder / _PARTIAL / entry.path.replace("/", "-")
         if final.exists() and _crc_of(final, entry.size) == entry.crc32c:
             return entry
         for folder in (final.parent, partial.parent):
@@ -225,7 +226,7 @@ class _Download:
             for _ in range(_ATTEMPTS):
                 file.truncate(done)
                 try:
-                    found = self._objects.stream(entry.path, entry.size, take, done, _crc_of(partial, done) or 0)
+                    found = self.objects.stream(entry.path, entry.size, take, done, _crc_of(partial, done) or 0)
                 except FileNotFoundError:
                     raise CorruptStoreError(f"{entry.path}: missing in the data set") from None
                 if found == entry.crc32c:
@@ -237,33 +238,33 @@ class _Download:
 
     def _verify(self, manifest: Manifest) -> None:
         """Raise CorruptStoreError unless the store is intact; remove damaged files, so that they are fetched again."""
-        newest = self._folder / paths.manifest(manifest.generation)
+        newest = self.folder / paths.manifest(manifest.generation)
         fsio.makedirs(newest.parent)
         fsio.replace_file(newest, manifest.to_bytes())
-        fsio.replace_file(self._folder / "zarr.json", root_metadata(manifest.attributes))
-        report = verify_store(self._folder)
+        fsio.replace_file(self.folder / "zarr.json", root_metadata(manifest.attributes))
+        report = verify_store(self.folder)
         if report.damaged:
             name, problem = min(report.damaged.items())
             for damaged in report.damaged:
-                fsio.remove_tree(self._folder / damaged)
+                fsio.remove_tree(self.folder / damaged)
             raise CorruptStoreError(
                 f"{name}: {problem} ({len(report.damaged)} damaged files; the same command fetches them again)"
             )
 
     def _complete(self, manifest: Manifest) -> None:
         """Add the copy of the manifest, remove other files, and synchronize the store with the disk."""
-        fsio.remove_tree(self._folder / _PARTIAL)
+        fsio.remove_tree(self.folder / _PARTIAL)
         newest = paths.manifest(manifest.generation)
-        fsio.replace_file(self._folder / paths.manifest_copy(manifest.generation), manifest.to_bytes())
-        kept = {*self._wanted, newest, paths.manifest_copy(manifest.generation), "zarr.json", "lock"}
-        for parent, folders, names in os.walk(self._folder, topdown=False):
+        fsio.replace_file(self.folder / paths.manifest_copy(manifest.generation), manifest.to_bytes())
+        kept = {*self.wanted, newest, paths.manifest_copy(manifest.generation), "zarr.json", "lock"}
+        for parent, folders, names in os.walk(self.folder, topdown=False):
             for name in (*names, *folders):
-                path = Path(parent, name).relative_to(self._folder).as_posix()
+                path = Path(parent, name).relative_to(self.folder).as_posix()
                 if name in names and path in kept:
                     os.chmod(Path(parent, name), 0o644 if path == "lock" else 0o444)
                     fsio.fsync_path(Path(parent, name))
                 elif name in names or not os.listdir(Path(parent, name)):
-                    remove_own(self._folder, path)
+                    remove_own(self.folder, path)
             fsio.fsync_path(Path(parent))
 
 

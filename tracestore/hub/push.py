@@ -1,18 +1,19 @@
 """Upload of a store to the Hugging Face Hub."""
 
+import errno
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.errors import CorruptStoreError, DiskFullError, RemoteError, TracestoreError, UsageError
 from tracestore.extras import needs
 from tracestore.hub.card import make_card
-from tracestore.hub.client import REPO_TYPE, hub_calls
-from tracestore.hub.data_set import README, DataSet
+from tracestore.hub.data_set import IS_OFFLINE, NO_ACCESS, NO_REVISION, NOT_AN_ID, README, DataSet
 from tracestore.store.format import paths
 from tracestore.store.io.files import RemoteURL, parse_location
 from tracestore.store.io.fsio import map_os_errors
@@ -22,11 +23,73 @@ from tracestore.store.write.commit import root_metadata
 from tracestore.words import plural
 
 with needs("hub"):
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors, utils
 
+REPO_TYPE = "dataset"
+# The base class of errors of the HTTP library, whose name differs between versions of huggingface_hub.
+_HTTPError: type[Exception] = errors.HfHubHTTPError.__bases__[0]
+_TEXTS = {
+    errors.HFValidationError: NOT_AN_ID,
+    errors.RevisionNotFoundError: NO_REVISION,
+    errors.OfflineModeIsEnabled: IS_OFFLINE,
+}
+_SILENT = 60  # above logging.CRITICAL
 _FILES_PER_UPLOAD, _FILES_PER_COMMIT = 16, 1000
 _MAX_README_BYTES = 1 << 20
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
+
+
+@contextmanager
+def hub_calls(repo_id: str) -> Iterator[HfApi]:
+    """Yield the client of the library, for calls that concern a data set.
+
+    Raises
+    ------
+    UsageError
+        If the data set or its revision does not exist, or the user may not access it.
+    DiskFullError
+        If there is no space left.
+    RemoteError
+        If the server fails or cannot be reached.
+    """
+    verbosity, were_disabled = utils.logging.get_verbosity(), utils.are_progress_bars_disabled()
+    utils.logging.set_verbosity(_SILENT)
+    utils.disable_progress_bars()
+    try:
+        yield HfApi(library_name="tracestore")
+    except TracestoreError:
+        raise
+    except (OSError, RuntimeError, ValueError, _HTTPError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise _converted(error, repo_id) from error
+    finally:
+        utils.logging.set_verbosity(verbosity)
+        if not were_disabled:
+            utils.enable_progress_bars()
+
+
+def _converted(error: Exception, repo_id: str) -> TracestoreError:
+    """Return the error of tracestore for an error of the library."""
+    chain: list[BaseException] = [error]
+    while len(chain) < 10 and (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    text = " ".join(str(error).split())[:300]
+    if any(os.strerror(errno.ENOSPC) in str(item) for item in chain):
+        return DiskFullError(f"{repo_id}: no space left on the disk")
+    for item in chain:
+        for kind, meaning in _TEXTS.items():
+            if isinstance(item, kind):
+                return UsageError(f"{repo_id}: {meaning}")
+        response = item.response if isinstance(item, errors.HfHubHTTPError) else None
+        status = 0 if response is None else response.status_code
+        if isinstance(item, errors.LocalTokenNotFoundError) or status in (401, 404):
+            return UsageError(f"{repo_id}: {NO_ACCESS}")
+        if status == 403:
+            return UsageError(f"{repo_id}: no permission; the token may lack the right to write")
+    if isinstance(error, ValueError) and README in text:
+        return UsageError(f"{repo_id}: {text}")
+    return RemoteError(f"{repo_id}: {' '.join(str(chain[-1]).split())[:200] or type(chain[-1]).__name__}")
 
 
 @dataclass
@@ -109,72 +172,66 @@ def push_store(
         url = api.create_repo(repo_id, private=private, repo_type=REPO_TYPE, exist_ok=True)
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(url.repo_id, branch=revision, repo_type=REPO_TYPE, exist_ok=True)
-        upload = _Upload(api, opened, place, url.repo_id, revision, progress)
-        if private and not upload.is_private:
+        info = api.dataset_info(url.repo_id, revision=revision)
+        if private and not info.private:
             raise UsageError(f"{repo_id}: the data set exists and is public; make it private on its page")
-        return upload.run(str(url), license)
+        target = {"repo_id": url.repo_id, "repo_type": REPO_TYPE, "revision": revision}
+        return _Upload(api, opened, place, target, str(info.sha), progress).run(str(url), license)
 
 
+@dataclass
 class _Upload:
-    """The upload of one generation to a data set that exists."""
+    """The upload of one generation to a data set that exists, with its newest commit."""
 
-    def __init__(
-        self,
-        api: HfApi,
-        store: TraceStore,
-        folder: Path,
-        repo_id: str,
-        revision: str | None,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._api, self._store, self._folder = api, store, folder
-        self._target: dict[str, Any] = {"repo_id": repo_id, "repo_type": REPO_TYPE, "revision": revision}
-        info = api.dataset_info(repo_id, revision=revision)
-        self.is_private, self._commit = bool(info.private), str(info.sha)
-        self._progress, self._done, self._total = progress, 0, 0
+    api: HfApi
+    store: TraceStore
+    folder: Path
+    target: dict[str, Any]
+    commit: str
+    progress: Callable[[int, int], None] | None
+    done: int = 0
+    total: int = 0
 
     def run(self, url: str, license: str | None) -> PushReport:
         """Upload the files in several commits, the manifest in the last one."""
-        internals, manifest = self._store.internals, self._store.internals.manifest
-        segments = [internals.segment(k) for k in range(manifest.num_segments)]
+        internals, manifest = self.store.internals, self.store.internals.manifest
+        segments = map(internals.segment, range(manifest.num_segments))
         data = [path for segment in segments for path in (*segment.entries, segment.rows_path)]
         last: dict[str, str | bytes] = {
             "zarr.json": root_metadata(manifest.attributes),
             paths.manifest(manifest.generation): manifest.to_bytes(),
             paths.manifest_copy(manifest.generation): manifest.to_bytes(),
             paths.NEWEST: paths.newest(manifest.generation),
-            **{file.path: str(self._folder / file.path) for file in manifest.small_files()},
+            **{file.path: str(self.folder / file.path) for file in manifest.small_files()},
         }
-        self._total = len(data) + len(last)
-        found = DataSet(self._target["repo_id"], self._commit)
+        self.total = len(data) + len(last)
+        found = DataSet(self.target["repo_id"], self.commit)
         old, _ = found.list_files()
-        readme = make_card(self._store, self._target["repo_id"], license, _old_readme(found))
+        readme = make_card(self.store, self.target["repo_id"], license, _old_readme(found))
         stale = sorted(old.keys() - last.keys() - set(data))
         while len(data) > _FILES_PER_COMMIT:
-            self._send({path: str(self._folder / path) for path in data[:_FILES_PER_COMMIT]}, "Upload segments")
+            self._send({path: str(self.folder / path) for path in data[:_FILES_PER_COMMIT]}, "Upload segments")
             del data[:_FILES_PER_COMMIT]
-        last |= {path: str(self._folder / path) for path in data}
+        last |= {path: str(self.folder / path) for path in data}
         message = f"Upload generation {manifest.generation}, {plural(manifest.num_traces, 'trace')}"
         last[README] = readme.encode()
         self._send(last, message, stale)
-        repo_id, size = self._target["repo_id"], manifest.num_bytes
-        counts = (manifest.generation, manifest.num_traces, self._total, size)
-        return PushReport(str(self._folder), repo_id, url, self._commit, *counts)
+        counts = (manifest.generation, manifest.num_traces, self.total, manifest.num_bytes)
+        return PushReport(str(self.folder), self.target["repo_id"], url, self.commit, *counts)
 
     def _send(self, files: dict[str, str | bytes], message: str, deleted: list[str] | None = None) -> None:
         """Upload files and commit them, given by their path on this machine or their bytes."""
         additions = [CommitOperationAdd(path, content) for path, content in files.items()]
         for begin in range(0, len(additions), _FILES_PER_UPLOAD):
             chosen = additions[begin : begin + _FILES_PER_UPLOAD]
-            self._api.preupload_lfs_files(**self._target, additions=chosen, free_memory=False)
-            self._done += len(chosen)
-            if self._progress is not None:
-                self._progress(min(self._done, self._total), self._total)
+            self.api.preupload_lfs_files(**self.target, additions=chosen, free_memory=False)
+            self.done += len(chosen)
+            if self.progress is not None:
+                self.progress(min(self.done, self.total), self.total)
         operations: list[Any] = [*additions, *(CommitOperationDelete(p, is_folder=False) for p in deleted or ())]
-        done = self._api.create_commit(
-            **self._target, operations=operations, commit_message=message, parent_commit=self._commit
-        )
-        self._commit = done.oid
+        self.commit = self.api.create_commit(
+            **self.target, operations=operations, commit_message=message, parent_commit=self.commit
+        ).oid
 
 
 def _old_readme(data_set: DataSet) -> str:

@@ -4,6 +4,7 @@ import struct
 from collections.abc import Iterator
 
 from tracestore.errors import InvalidInputError, OnRefused
+from tracestore.ingest.exports.exported_records import read_exported
 from tracestore.ingest.readers.content import READING, refusal
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.io.scratch import Scratch
@@ -56,8 +57,6 @@ def read_traces(
     scratch = scratch or Scratch()
     try:
         if source.export is not None:
-            from tracestore.ingest.exports.exported_records import read_exported  # most sources are no files of exports
-
             records = read_exported(source.export, source.name, scratch, need_attention=need_attention)
         else:
             assert source.described is not None

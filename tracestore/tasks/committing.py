@@ -3,11 +3,12 @@
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tracestore.console import Output
 from tracestore.convert.cutting import commits_after
@@ -26,15 +27,9 @@ from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.plan_files import PlanFiles, open_plan_files
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock
-from tracestore.tasks.receipt import (
-    FoundReceipt,
-    WrittenSource,
-    listed_segments,
-    listed_sources,
-    read_receipt,
-    usable_receipt,
-)
+from tracestore.tasks.receipt import FoundReceipt, WrittenSource, listed, read_receipt, usable_receipt
 from tracestore.tasks.task_plan import Quiet, Task, TaskPlan, kept_plans
+from tracestore.tasks.workers import Workers
 
 _POLL_S = 0.02
 _VISIBLE_S = 60  # NFS shows a new file after at most that time, unless it is configured otherwise.
@@ -50,19 +45,16 @@ def unwritten(tasks: Sequence[Task]) -> list[Task]:
 
 
 def _is_written(files: PlanFiles, task: Task) -> bool:
-    segments = listed_segments(files, task)
-    rows = None if segments is None else set(map(paths.segment_rows, segments))
-    return rows is not None and rows <= files.sizes(rows).keys()
+    if (found := listed(files, task)) is None:
+        return False
+    rows = set(map(paths.segment_rows, found[0]))
+    return rows <= files.sizes(rows).keys()
 
 
 def whole_tasks(plan: TaskPlan, sources: Sequence[SourceFile]) -> list[Task]:
     """Return the tasks that are written and of which nothing was refused."""
-    return [
-        task
-        for task in plan.tasks()
-        if (found := usable_receipt(plan, task, sources)) is not None
-        and not any(source.refused for source in found.sources)
-    ]
+    found = ((task, usable_receipt(plan, task, sources)) for task in plan.tasks())
+    return [task for task, r in found if r is not None and not any(source.refused for source in r.sources)]
 
 
 def files_of_plans(store: str | PathLike[str]) -> set[str]:
@@ -71,7 +63,7 @@ def files_of_plans(store: str | PathLike[str]) -> set[str]:
     for plan in kept_plans(files, files.times()):
         tasks = plan.tasks()
         found |= {paths.plan(plan.digest), *(paths.receipt(task.hash) for task in tasks)}
-        found.update(path for task in tasks for path in listed_segments(files, task) or ())
+        found.update(path for task in tasks for path in (listed(files, task) or ((), ()))[0])
     return found
 
 
@@ -89,10 +81,9 @@ def read_plan(tasks: Sequence[Task]) -> TaskPlan:
 def _has_sources(tasks: Sequence[Task]) -> bool:
     """Return whether the store has all sources of the receipts, with all labels."""
     files = open_plan_files(tasks[0].store)
-    with suppress(FileNotFoundError, NotADirectoryError, TracestoreError):
-        listed = set[tuple[str, int, str]]().union(*(listed_sources(files, task) for task in tasks))
-        with open_store(tasks[0].store) as store:
-            return listed <= {(s.path, s.size, s.fingerprint) for s in store.internals.index.sources()}
+    with suppress(FileNotFoundError, NotADirectoryError, TracestoreError), open_store(tasks[0].store) as store:
+        stored = {(s.path, s.size, s.fingerprint) for s in store.internals.index.sources()}
+        return all((found := listed(files, task)) is not None and found[1] <= stored for task in tasks)
     return False
 
 
@@ -128,27 +119,6 @@ def commit_tasks(tasks: Sequence[Task], *, output: Output | None = None) -> Conv
     if tasks[1:]:  # That of a single one is read at once.
         plan.require_written(tasks)
     return commit_plan(plan, output or Quiet())
-
-
-class Future(Protocol):
-    """A task that is being written, as in `concurrent.futures`."""
-
-    def done(self) -> bool:
-        """Return whether the task is written, or has failed."""
-
-    def result(self) -> object:
-        """Return what the task has returned, or raise its error."""
-
-
-class Workers(Protocol):
-    """Write tasks, until the context is left."""
-
-    def submit(self, task: Task) -> Future:
-        """Write a task."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def commit_plan(
@@ -201,11 +171,15 @@ class _Commit(Conversion):
     def __init__(
         self, plan: TaskPlan, output: Output, workers: Workers | None, num_workers: int, known: Mapping[str, Any]
     ) -> None:
-        options = replace(plan.commit_options(), workers=num_workers)
+        stored = plan.facts["store_options"]  # that the segments were written with
+        attention = plan.options.attention or stored["attention"]
+        options = replace(
+            plan.options, attention=attention, dtype=stored["dtype"], codec=stored["codec"], workers=num_workers
+        )
         super().__init__(plan.arguments, str(plan.store), options, output, **known)
         self._at_end = self._remove_plan
         self._plan, self._tasks, self._workers = plan, plan.tasks(), workers
-        self._futures: dict[Task, Future] = {}
+        self._futures: dict[Task, Future[Any]] = {}
 
     def _again(self) -> Conversion:
         described, provenances = self._plan.described(), self.provenances
@@ -228,13 +202,16 @@ class _Commit(Conversion):
         return found
 
     def report_plan(self) -> None:
-        """Print the sizes, unless the plan has printed them, and let the workers begin.
+        """Print the sizes, unless the plan has printed them, and let the workers write all tasks without a usable receipt.
 
         Until a store is replaced, they write into it.
         """
         if self._workers is not None:
             super().report_plan()
-        self._submit()
+            found = self._plan.files.times()
+            for task in self._tasks:
+                if paths.receipt(task.hash) not in found or usable_receipt(self._plan, task, self.sources) is None:
+                    self._futures[task] = self._workers.submit(task)
         for task, future in self._futures.items() if self._options.overwrite else ():
             self._wait(task, future)
 
@@ -270,15 +247,7 @@ class _Commit(Conversion):
         assert isinstance(stream, WrittenSource)
         return stream.written_blocks()
 
-    def _submit(self) -> None:
-        """Let the workers write all tasks that have no receipt without an error."""
-        if self._workers is not None:
-            found = self._plan.files.times()
-            for task in self._tasks:
-                if paths.receipt(task.hash) not in found or usable_receipt(self._plan, task, self.sources) is None:
-                    self._futures[task] = self._workers.submit(task)
-
-    def _wait(self, task: Task, future: Future) -> None:
+    def _wait(self, task: Task, future: Future[Any]) -> None:
         """Wait until a task is written; between two looks, Ctrl-C is noticed."""
         while not future.done():
             self._check_interrupt()

@@ -17,7 +17,6 @@ from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion, read_provenances
 from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
-from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.score_files import FoundFiles
 from tracestore.ingest.sources import fingerprint
 from tracestore.store.format import paths
@@ -200,25 +199,6 @@ class TaskPlan:
     def known(self) -> dict[str, Any]:
         """Return the arguments of a Conversion that the plan knows."""
         return {"described": self.described(), "provenances": self.provenances()}
-
-    def pack_options(self, scratch: Path, memory_budget: int) -> PackOptions:
-        """Return the options of packing."""
-        stored = self.facts["store_options"]
-        return PackOptions(
-            attention=stored["attention"],
-            keep_dtype=stored["dtype"] == "keep",
-            max_memory=memory_budget // 16,
-            scratch=scratch,
-            max_waiting=memory_budget // 8,
-            skip_bad=self.options.skip_bad,
-            refuse_attention=self.facts["refuse_attention"],
-        )
-
-    def commit_options(self) -> ConvertOptions:
-        """Return the options of the commit: those that the segments were written with."""
-        stored = self.facts["store_options"]
-        attention = self.options.attention or stored["attention"]
-        return replace(self.options, attention=attention, dtype=stored["dtype"], codec=stored["codec"])
 
     def require_written(self, tasks: Sequence[Task] = ()) -> None:
         """Raise UsageError unless the store has the plan, and a receipt of each of these tasks."""

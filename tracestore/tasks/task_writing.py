@@ -60,7 +60,17 @@ def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
             if not isinstance(plan.store, Path):
                 # One segment is written while another one is uploaded.
                 budget = budget_beside(target.scratch, budget, min(task.num_bytes, 2 * schema.SEGMENT_SPLIT_BYTES))
-            writing = _TaskWriting(plan, conversion, plan.pack_options(target.scratch, budget), target)
+            stored = plan.facts["store_options"]
+            options = PackOptions(
+                attention=stored["attention"],
+                keep_dtype=stored["dtype"] == "keep",
+                max_memory=budget // 16,
+                scratch=target.scratch,
+                max_waiting=budget // 8,
+                skip_bad=plan.options.skip_bad,
+                refuse_attention=plan.facts["refuse_attention"],
+            )
+            writing = _TaskWriting(plan, conversion, options, target)
             writing.write([WrittenSource(sources[k], k, *found) for k, _, *found in plan.facts["tasks"][task.number]])
             path, data = paths.receipt(task.hash), writing.receipt(task)
             plan.require_written()
@@ -77,8 +87,7 @@ class _TaskWriting:
     """The segments of a task while they are written. A complete one gets its name while others are written."""
 
     def __init__(self, plan: TaskPlan, conversion: Conversion, options: PackOptions, target: CommitTarget) -> None:
-        self._conversion, self._target, self._plan = conversion, target, plan
-        self._options = options
+        self._conversion, self._target, self._options = conversion, target, options
         self._segments = SegmentsAhead(plan.facts["store_options"], target.new_folder, schema.SEGMENT_SPLIT_BYTES)
         self._pending = self._segments.pending
         self._written: list[WrittenSource] = []

@@ -15,6 +15,7 @@ from tracestore.ingest.builtin.claiming import _matching, claim
 from tracestore.ingest.builtin.library import builtins, parse_builtin
 from tracestore.ingest.builtin.signature import Signature, facts_of
 from tracestore.ingest.layout.patterns import Pattern
+from tracestore.ingest.readers import opening
 from tracestore.ingest.readers.tree import ListItems, MappingGroup, NumpyArray, StreamItems
 from tracestore.store.format.schema import OPTIONAL_FIELDS
 
@@ -217,10 +218,8 @@ def test_a_special_case_of_a_tool(tmp_path):
 
 
 def test_of_many_alike_files_some_are_looked_at(tmp_path, monkeypatch):
-    opened = []
-    monkeypatch.setattr("tracestore.ingest.readers.looks.open_tree", lambda path: opened.append(path) or real(path))
-    from tracestore.ingest.readers.opening import open_tree as real
-
+    opened, real = [], opening.open_tree
+    monkeypatch.setattr(opening, "open_tree", lambda path: opened.append(path) or real(path))
     for k in range(300):
         write(tmp_path / f"r-{k}.safetensors", request())
     files = {f"r-{k}.safetensors": tmp_path / f"r-{k}.safetensors" for k in range(300)}
@@ -231,12 +230,8 @@ def test_of_many_alike_files_some_are_looked_at(tmp_path, monkeypatch):
 
 
 def test_two_of_many_compressed_files_are_looked_at_and_each_is_checked(tmp_path, monkeypatch):
-    opened = []
-    monkeypatch.setattr(
-        "tracestore.ingest.readers.looks.open_tree", lambda path, **_: opened.append(path) or real(path)
-    )
-    from tracestore.ingest.readers.opening import open_tree as real
-
+    opened, real = [], opening.open_tree
+    monkeypatch.setattr(opening, "open_tree", lambda path, **_: opened.append(path) or real(path))
     (tmp_path / "in").mkdir()
     for k in range(8):
         rows = make_traces(2) if k != 2 else [{"acts": np.ones((2, 3, 4), "f4")}]

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         elif options.workers == 1 and options.dask is None and not _may_have_plan(args.dst):
             report = Conversion(args.src, args.dst, options, output).run()
         else:
-            from tracestore.tasks.converting import convert
+            from tracestore.tasks.convert_files import convert
 
             report = convert(args.src, args.dst, options, output)
         output.print_json(report)

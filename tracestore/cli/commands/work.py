@@ -13,10 +13,10 @@ from tracestore.cli.flags import add_shard
 from tracestore.console import Output, Parser, positive_int
 from tracestore.convert.options import ConvertOptions
 from tracestore.store.io.fsio import map_os_errors
-from tracestore.tasks.local_workers import LocalWorkers
 from tracestore.tasks.task_files import read_tasks
 from tracestore.tasks.task_plan import Task
 from tracestore.tasks.task_writing import write_task
+from tracestore.tasks.workers import LocalWorkers
 from tracestore.words import format_size, parse_size, plural
 
 

@@ -17,11 +17,10 @@ from tracestore.ingest.execute.claims import is_other, list_files, owner_of
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.execute.values import holds_array
 from tracestore.ingest.exports.export_manifest import find_export
-from tracestore.ingest.exports.preprocessed import read_preprocessed
+from tracestore.ingest.exports.exported_records import read_preprocessed
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.places import plan_of
-from tracestore.ingest.readers.looks import FirstLooks
-from tracestore.ingest.readers.opening import PICKLES, open_tree
+from tracestore.ingest.readers.opening import PICKLES, FirstLooks, open_tree
 from tracestore.ingest.readers.text import SUFFIXES as TEXT_SUFFIXES
 from tracestore.ingest.readers.tree import Items, Value
 from tracestore.ingest.sources import Described, SourceFile

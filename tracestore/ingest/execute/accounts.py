@@ -9,10 +9,9 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable, nearest, some_of
 from tracestore.ingest.execute.claims import Claimed
-from tracestore.ingest.execute.equal_lengths import EqualLengths
 from tracestore.ingest.execute.join import Column
-from tracestore.ingest.execute.row_numbers import RowNumbers, key_words
-from tracestore.ingest.execute.shown_traces import ShownTraces
+from tracestore.ingest.execute.row_ranges import RowNumbers, key_words
+from tracestore.ingest.execute.shown_traces import EqualLengths, ShownTraces
 from tracestore.ingest.execute.table_accounts import (
     HasTrace,
     KeptValues,

@@ -1,6 +1,6 @@
 """Arrays of one trace: states, attention and ids, of all parts and passes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tracestore.ingest.layout.fields import PROMPT_MASK
 from tracestore.ingest.layout.places import Place
 from tracestore.ingest.readers.tree import Items
 from tracestore.store.format import schema
+from tracestore.store.write.field_values import field_error
 
 _TOLERANCE = 2e-2  # of a sum of weights in float16 or bfloat16
 _BITS, _FLOAT = np.dtype("<u2"), np.dtype("<f4")
@@ -73,8 +74,7 @@ def read_states(trace: TraceCells, letters: str) -> tuple[Layers, list[int], Lay
             layers, own_ids = read_block(cells, letters, fixed, settings, what, num_before)
             layers = settled_dtype(layers, what, settings)
             if shapes := {layer.shape for layer in layers} - {layers[0].shape}:
-                found = f"{shapes.pop()} in one layer, expected {layers[0].shape} as in the first"
-                raise InvalidInputError(f"found {found}", field=what)
+                raise field_error(what, f"{shapes.pop()} in one layer", f"{layers[0].shape} as in the first")
             if parts and (own_ids != ids or len(layers) != len(parts[0])):
                 raise InvalidInputError(f"found {len(layers)} layers, expected {len(parts[0])} as before", field=what)
             parts.append(layers)
@@ -139,12 +139,12 @@ def read_tokens(trace: TraceCells, num_states: int, length: int | None, *, has_p
     trace.columns.skipped, ids = skipped, ids[count:]
     # The ids that generate() and vLLM return are always one more: one id less would move the others.
     is_exact = letter == "G" or (letter == "T" and (has_passes or is_of_answer))
+    more = (1,) if is_exact else (0, 1) if letter == "T" else (0,)
     if letter == "T" and len(set(ids[num_states + 1 :].tolist())) < 2 and _rows_of_passes(trace) is not None:
         ids = ids[: num_states + 1]  # a beam that ended early
     is_unpadded = letter == "S" and ids.shape == (length,) and len(ids) < num_states
     if not is_unpadded:
-        is_wider, prompt_length = letter in "TG", 0 if is_of_answer else trace.prompt_length
-        check_ids(ids, num_states, prompt_length, is_wider=is_wider, is_exact=is_exact, is_of_answer=is_of_answer)
+        check_ids(ids, num_states, 0 if is_of_answer else trace.prompt_length, more, is_of_answer=is_of_answer)
     return ids
 
 
@@ -164,9 +164,7 @@ def leave_out_skipped(values: dict[str, Any], num_skipped: int) -> None:
     """Reduce the length of a prompt by the ids in front without states."""
     length = values.get("prompt_length")
     if num_skipped and "answer_span" in values:
-        raise InvalidInputError(
-            "found next to T.skip, expected none: it may count what is left out", field="answer_span"
-        )
+        raise field_error("answer_span", "next to T.skip", "none: it may count what is left out")
     if num_skipped and type(length) is int:
         if length < num_skipped:
             raise InvalidInputError(f"found {length}, expected at least T.skip = {num_skipped}", field="prompt_length")
@@ -174,23 +172,14 @@ def leave_out_skipped(values: dict[str, Any], num_skipped: int) -> None:
 
 
 def check_ids(
-    ids: np.ndarray,
-    num_states: int,
-    prompt_length: Any,
-    *,
-    is_wider: bool,
-    is_exact: bool = False,
-    is_of_answer: bool = False,
+    ids: np.ndarray, num_states: int, prompt_length: Any, more: Collection[int], *, is_of_answer: bool = False
 ) -> None:
-    """Rule 3: as many ids as states, or one more where that is known; exactly one more with `is_exact`."""
+    """Rule 3: ids are more than states by one of the numbers `more`."""
     if not num_states:
         raise InvalidInputError("found zero tokens, expected at least one", field="hidden_states")
-    if ids.ndim == 1 and len(ids) == num_states and not is_exact:
-        return
-    allowed = [num_states] * (not is_exact) + [num_states + 1] * is_wider
-    if ids.ndim != 1 or len(ids) not in allowed:
+    if ids.ndim != 1 or len(ids) - num_states not in more:
         found = f"{len(ids)} ids" if ids.ndim == 1 else f"the shape {ids.shape}"
-        expected = " or ".join(map(str, allowed))
+        expected = " or ".join(str(num_states + k) for k in more)
         hint = {
             num_states + 1: "; -> T says that the last token has no states, with T.skip = 1 the first one"
             + ", if prompt_length counts all that is in front" * is_of_answer,
@@ -228,8 +217,8 @@ def set_marked_prompt(
     has_last = found[1] == "T" and tokens is not None and len(tokens) > num_states
     num_tokens = span[1] - span[0] + has_last
     if flags.ndim != 1 or len(flags) != num_tokens or not np.isin(flags, (0, 1)).all():
-        shown, expected = f"{flags.dtype} of the shape {flags.shape}", f"0 or 1 for each of {num_tokens} tokens"
-        raise InvalidInputError(f"found {shown}, expected {expected}", field=PROMPT_MASK)
+        found_flags = f"{flags.dtype} of the shape {flags.shape}"
+        raise field_error(PROMPT_MASK, found_flags, f"0 or 1 for each of {num_tokens} tokens")
     length = int(flags.sum())
     if flags[length:].any():
         raise InvalidInputError("found 1 behind 0, expected 1 for the prompt, which comes first", field=PROMPT_MASK)
@@ -249,8 +238,7 @@ def joined_attention(blocks: Sequence[Layers], num_tokens: int) -> Layers:
     if len(blocks) == 1:
         layers = blocks[0]
         if wrong := [layer.shape for layer in layers if layer.shape[-2:] != (num_tokens, num_tokens)]:
-            expected = f"(H, {num_tokens}, {num_tokens}) as states"
-            raise InvalidInputError(f"found the shape {wrong[0]}, expected {expected}", field=what)
+            raise field_error(what, f"the shape {wrong[0]}", f"(H, {num_tokens}, {num_tokens}) as states")
         return layers
     joined = []
     for of_layer in zip(*blocks, strict=True):
@@ -261,9 +249,7 @@ def joined_attention(blocks: Sequence[Layers], num_tokens: int) -> Layers:
             window = layer.shape[2] if layer.shape[2] < seen else window
             layer = _columns_so_far(layer, seen)
             if layer.shape[2] != seen or not is_of_window:
-                raise InvalidInputError(
-                    f"found {layer.shape[2]} columns, expected the {seen} tokens so far", field=what
-                )
+                raise field_error(what, f"{layer.shape[2]} columns", f"the {seen} tokens so far")
             rows.append(np.pad(layer, ((0, 0), (0, 0), (0, num_tokens - seen))))
         joined.append(np.concatenate(rows, axis=1))
         if seen != num_tokens:

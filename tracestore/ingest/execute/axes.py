@@ -16,6 +16,7 @@ from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.readers.tree import Array, Items, NumpyArray, Value, as_array
 from tracestore.store.format import schema
+from tracestore.store.write.field_values import field_error
 
 # The numbers of rows and columns that a trace takes of an axis: a position, or a slice of them.
 Fixed = Mapping[str, int | slice]
@@ -95,8 +96,8 @@ def read(value: Value, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[
     first, letters = parts[0]
     for k, (part, _) in enumerate(parts):
         if (part.shape, part.dtype) != (first.shape, first.dtype):
-            found = f"found {part.dtype} {part.shape} at {letter} {k}"
-            raise InvalidInputError(f"{found}, expected {first.dtype} {first.shape} as before", field=what)
+            found = f"{part.dtype} {part.shape} at {letter} {k}"
+            raise field_error(what, found, f"{first.dtype} {first.shape} as before")
     return np.stack([part for part, _ in parts]), (letter, *letters)
 
 
@@ -113,9 +114,7 @@ def _of_array(array: Array, axes: tuple[str, ...], fixed: Fixed, what: str) -> t
     if array.ndim == len(axes) - 1 and "P" in fixed and "S" in axes:
         axes = tuple(axis for axis in axes if axis != "S")  # a vector in a pass is one token
     if array.ndim != len(axes):
-        raise InvalidInputError(
-            f"found the shape {array.shape}, expected {len(axes)} axes {_text(axes)} as the layout says", field=what
-        )
+        raise field_error(what, f"the shape {array.shape}", f"{len(axes)} axes {_text(axes)} as the layout says")
     selection = [_chosen(axis, size, fixed, what) for axis, size in zip(axes, array.shape, strict=True)]
     letters = tuple(_kept(axis) for axis, one in zip(axes, selection, strict=True) if not isinstance(one, int))
     while selection and selection[-1] == slice(None):
@@ -252,8 +251,7 @@ def shaped(cell: Cell, shape: np.ndarray, stated: str | None) -> Cell:
             array = NumpyArray(np.frombuffer(base64.b64decode(cell.value, validate=True), np.uint8))
     numbers = None if array is None else np.ascontiguousarray(array.read())
     if shape.dtype.kind not in "iu" or shape.min(initial=1) < 1:
-        found = f"found {shape.tolist()!s:.60}, expected positive integers"
-        raise InvalidInputError(found, field=f"shape.{cell.place.name}")
+        raise field_error(f"shape.{cell.place.name}", f"{shape.tolist()!s:.60}", "positive integers")
     if numbers is not None and stated is not None and numbers.dtype == np.uint8:
         wanted = dtype_of(stated)
         numbers = None if numbers.nbytes % wanted.itemsize else numbers.view(wanted)
@@ -261,9 +259,8 @@ def shaped(cell: Cell, shape: np.ndarray, stated: str | None) -> Cell:
     if numbers is None or numbers.ndim != 1 or len(sizes) != len(cell.axes) or math.prod(sizes) != numbers.size:
         found = "other than flat numbers" if numbers is None else f"{numbers.size} {numbers.dtype.name} values"
         found = "a text" if numbers is None and isinstance(cell.value, str) else found
-        expected = f"the shape {list(sizes)} on the axes {_text(cell.axes)}"
         hint = "" if stated is not None else f"; dtype.{cell.place.name} states the kind of bytes"
-        raise InvalidInputError(f"found {found}, expected {expected}{hint}", field=cell.place.name)
+        raise field_error(cell.place.name, found, f"the shape {list(sizes)} on the axes {_text(cell.axes)}{hint}")
     return cell._replace(value=NumpyArray(numbers.reshape(sizes)))
 
 
@@ -336,16 +333,16 @@ class LayerOrder:
             if sorted(of_names) == sorted(numbers):
                 numbers = of_names  # by which the layers are sorted
             elif not (_is_counted(of_names) and numbers == sorted(numbers)):
-                found = f"found the layers {of_names!s:.60} in names, expected {numbers!s:.60} as {self._what} says"
-                raise InvalidInputError(found, field=field)
+                found = f"the layers {of_names!s:.60} in names"
+                raise field_error(field, found, f"{numbers!s:.60} as {self._what} says")
         order = sorted(range(len(numbers)), key=numbers.__getitem__)
         if order == list(range(len(order))):
             return layers, tuple(numbers)
         if self._is_of_schema:
             raise InvalidInputError(f"found the layers {numbers!s:.60}, expected them in their order", field=self._what)
         if len(layers) != len(numbers):
-            found = f"found {len(layers)} layers, expected {len(numbers)} as {self._what} says, which sorts them"
-            raise InvalidInputError(found, field=field)
+            expected = f"{len(numbers)} as {self._what} says, which sorts them"
+            raise field_error(field, f"{len(layers)} layers", expected)
         return [layers[k] for k in order], tuple(numbers[k] for k in order)
 
     def _from_the_first(self, numbers: Sequence[int]) -> list[int]:

@@ -173,23 +173,22 @@ def claim_files(plan: Plan, files: Mapping[str, Path], owned: Iterable[Path], *,
             claimed[text].append(FoundFile(path, name, bound))
         elif os.path.realpath(path) not in skipped and not is_other(name):
             unowned.append(name)
+    needed = [place for place in plan.places if not place.is_optional]
+    empty = next((place for place in needed if not claimed[place.address.files.text]), None)
     if unowned:
         lines = json.dumps(unowned[:_MAX_NAMES], ensure_ascii=False)
         way = f"add a line, {'pass --scores, ' * unowned[0].endswith(('.csv', '.tsv'))}or ignore = {lines}"
         way = "unpack it" if unowned[0].lower().endswith(_ARCHIVES) else way
-        empty = (place for place in plan.places if not (claimed[place.address.files.text] or place.is_optional))
-        if (place := next(empty, None)) is not None:
-            way = _way_of_empty(place.name, place.address.files.text, way)
+        way = way if empty is None else _way_of_empty(empty.name, empty.address.files.text, way)
         raise InvalidInputError(f"no line of the layout names {some_of(unowned)}; {way}")
     if is_stated:
         _check_ignored(plan, claimed)
         for text in dict.fromkeys(place.address.files.text for place in plan.states):
             _check_wild(text, claimed[text])
-    for place in plan.places:
-        if not (claimed[place.address.files.text] or place.is_optional):
-            reason = _taken(place.address.files, claimed) or f"there are {some_of(list(files))}"
-            found = f"no file matches {place.address.files.text}; {reason}; without such a file, remove its lines"
-            raise InvalidInputError(found, field=place.name)
+    if empty is not None:
+        reason = _taken(empty.address.files, claimed) or f"there are {some_of(list(files))}"
+        found = f"no file matches {empty.address.files.text}; {reason}; without such a file, remove its lines"
+        raise InvalidInputError(found, field=empty.name)
     return claimed
 
 

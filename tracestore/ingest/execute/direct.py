@@ -12,23 +12,14 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import check_ids, check_no_padding, is_of_sequences, settled_dtype
 from tracestore.ingest.execute.axes import read, read_block
 from tracestore.ingest.execute.records import RecordMaker
-from tracestore.ingest.execute.values import (
-    array_of,
-    check_spans,
-    describe,
-    json_value,
-    one_value,
-    plain_of,
-    settled,
-    typed_value,
-)
+from tracestore.ingest.execute.values import describe, json_value, one_value, plain_of, settled, typed_value
 from tracestore.ingest.execute.walk import Cell, Node, Walk
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.readers.tree import Group, Items, NumpyArray
-from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.vocabulary import SYNONYMS
+from tracestore.store.write.field_values import field_error
 from tracestore.store.write.record import TraceRecord
 
 _AXES: dict[str, list[tuple[str, ...]]] = {
@@ -73,23 +64,18 @@ def direct_step(plan: Plan) -> ItemsStep | bool | None:
         return False
     before: tuple[Step, ...] = () if step is None else (step,)
     names = {*state.files.names, *getattr(step, "names", ())}
-    of_records = [place.address for place in plan.places if place.name == RECORDS]
-    of_keys = [*(place.address for place in plan.places if place.name != RECORDS), *plan.left_out]
+    settings = plan.layout.settings.items()
     is_direct = (
         not plan.layout.templates
-        and all(map(_is_simple, plan.layout.settings.items()))
+        and all(n in _SETTINGS or n.startswith("words.") or (n, v) == ("S.padding", "none") for n, v in settings)
         and getattr(step, "letter", None) in (None, "N")
         and AXIS_NAMES.keys().isdisjoint(names)
         and "chunk" not in plan.names
         and all(map(_has_known_axes, plan.places))
-        and all(address.path == before for address in of_records)
-        and all(_is_key(address, before) for address in of_keys)
+        and all(p.address.path == before if p.name == RECORDS else _is_key(p.address, before) for p in plan.places)
+        and all(_is_key(address, before) for address in plan.left_out)
     )
     return step if is_direct else False
-
-
-def _is_simple(setting: tuple[str, Any]) -> bool:
-    return setting[0] in _SETTINGS or setting[0].startswith("words.") or setting == ("S.padding", "none")
 
 
 def _has_known_axes(place: Place) -> bool:
@@ -125,20 +111,18 @@ class DirectReader:
         self._maker, self._node, self._walk = maker, node, walk
         self._states = maker.plan.layout.states
         of_tokens = [place for place in maker.plan.others if place.name == "tokens"]
-        self._has_more_ids = any(place.axes == ("T",) or is_of_sequences(place) for place in of_tokens)
+        has_more = any(place.axes == ("T",) or is_of_sequences(place) for place in of_tokens)
+        self._more = (0, 1) if has_more else (0,)  # of ids than of states
         may_be_padded = self._states == "hidden_states" and "S.padding" not in known
         self._lengths = _LENGTHS if may_be_padded else frozenset[str]()
         self._seen: dict[tuple[Any, ...], _Keys] = {}
-        self._kind: type | None = None  # of the item before: the check of an abstract class takes long
 
     def record(self, item: Any, bound: Mapping[str, Any], position: int) -> TraceRecord:
         """Return the record of an item."""
         if isinstance(item, str):
             item = json_value(item, self._states)
-        if type(item) is not self._kind:
-            if not isinstance(item, Group):
-                raise InvalidInputError(f"found {describe(item)}, expected a mapping", field=self._states)
-            self._kind = type(item)
+        if not isinstance(item, Group):
+            raise InvalidInputError(f"found {describe(item)}, expected a mapping", field=self._states)
         self._node.is_found = True
         names = tuple(item)
         if (keys := self._seen.get(names)) is None:
@@ -160,8 +144,6 @@ class DirectReader:
                     f"found two values that differ, one as {key}; ignore leaves one out", field=name
                 )
             values[name] = value
-        if "spans" in values:
-            check_spans(values["spans"], [values[name] for name in ANSWER_FIELDS if name in values])
         extras = self._extras(item, keys.rest, bound) if keys.rest else None
         self._maker.set_id(values, bound)
         self._maker.set_sample(values, bound.get("sample"))
@@ -205,7 +187,7 @@ class DirectReader:
 
     def _extras(self, item: Group, rest: list[Any], bound: Mapping[str, Any]) -> dict[str, Any]:
         """Return the texts and numbers that no line names, if `records` takes them."""
-        found, named = {}, {name: bound[name] for name in ("id",) if name in bound}
+        found, named = {}, {"id": bound["id"]} if "id" in bound else {}
         for key in rest:
             value = item[key]
             self._walk.on_unclaimed(self._node, key, value, named)
@@ -223,7 +205,7 @@ class DirectReader:
             if (layers := values.get(name)) and layers[0].dtype.kind != "f":
                 values[name] = settled_dtype(layers, name, settings)
         if self._states == "hidden_states" and (tokens := values.get("tokens")) is not None:
-            check_ids(tokens, len(states[0]), values.get("prompt_length"), is_wider=self._has_more_ids)
+            check_ids(tokens, len(states[0]), values.get("prompt_length"), self._more)
             if is_row and "S.padding" not in settings:
                 check_no_padding(tokens[: len(states[0])])
 
@@ -243,8 +225,7 @@ class DirectReader:
         for key, place, _, _, node in keys:
             value = item[key]
             node.is_found |= value is not None
-            is_plain = value is None or isinstance(value, _EXTRAS)
-            yield place.name, value if is_plain else plain_of(value, array_of, lambda key: key), False
+            yield place.name, plain_of(value, lambda array: array.read(), lambda key: key), False
 
 
 def _layer_arrays(value: Any, place: Place) -> list[np.ndarray]:
@@ -252,12 +233,8 @@ def _layer_arrays(value: Any, place: Place) -> list[np.ndarray]:
     letters = _LETTERS[place.name]
     if type(value) is list and type(value[0]) is np.ndarray:
         # The record compares their shapes.
-        ndims = [layer.ndim for layer in value]
-        if ndims.count(len(letters)) < len(ndims):
-            wrong = next(ndim for ndim in ndims if ndim != len(letters))
-            raise InvalidInputError(
-                f"found arrays of {wrong} axes, expected {len(letters)} as the layout says", field=place.name
-            )
+        if wrong := [layer.ndim for layer in value if layer.ndim != len(letters)]:
+            raise field_error(place.name, f"arrays of {wrong[0]} axes", f"{len(letters)} as the layout says")
         return value
     value = NumpyArray(value) if type(value) is np.ndarray else settled(value)
     if isinstance(value, str):

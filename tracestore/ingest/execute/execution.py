@@ -23,8 +23,7 @@ from tracestore.ingest.execute.traces import TraceCells, TraceColumns, traces_of
 from tracestore.ingest.execute.walk import Cell, Cells, Walk, tree_of
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.places import Place, Plan
-from tracestore.ingest.readers.looks import FirstLooks
-from tracestore.ingest.readers.opening import open_tree
+from tracestore.ingest.readers.opening import FirstLooks, open_tree
 from tracestore.ingest.readers.tree import Array, Items, Value
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
@@ -321,14 +320,15 @@ class Execution:
             return self._offsets[group.name]
 
     def _count_chunks(self) -> dict[str, int]:
+        """Return where the rows of each chunk begin; rule 13: rows that run on over all are those of one file, and as many."""
         place = self.plan.states[0]
         text = place.address.files.text
         chunks = sorted(self.groups, key=lambda g: g.files[text][0].bound["chunk"])
-        numbers = [group.files[text][0].bound["chunk"] for group in chunks]
-        ends = [group.files[text][0].bound.get("chunk.end") for group in chunks]
+        bound = [group.files[text][0].bound for group in chunks]
+        numbers = [found["chunk"] for found in bound]
         *starts, total = itertools.accumulate((self._num_rows(g.files[text][0], place) for g in chunks), initial=0)
         # The first chunk whose number is not that of its first row, and the first one that is not counted from 0.
-        is_counted = set(ends) == {None}
+        is_counted = all(found.get("chunk.end") is None for found in bound)
         by_row = next((k for k, n in enumerate(numbers) if n != starts[k]), -1)
         by_count = next((k for k, n in enumerate(numbers) if n != k), -1) if is_counted else by_row
         if min(by_row, by_count) >= 0:
@@ -336,12 +336,6 @@ class Execution:
             also = f"{k}: chunks are numbered from 0 without gaps, or by their first row, here " * is_counted
             found = f"found chunk {numbers[k]}, expected {also}{starts[k]:,}"
             raise InvalidInputError(found, source=chunks[k].name)
-        self._check_chunks(chunks, total)
-        return dict(zip((group.name for group in chunks), starts, strict=True))
-
-    def _check_chunks(self, chunks: list[FileGroup], total: int) -> None:
-        """Rule 13: rows that run on over the chunks are those of one file, and as many."""
-        bound = [group.files[self.plan.states[0].address.files.text][0].bound for group in chunks]
         tables = self._tables or {}
         for place in tables:
             shared = self.plan.shared_names(place)
@@ -352,6 +346,7 @@ class Execution:
                     field=place.name,
                 )
         check_totals(tables, total, bound[0])
+        return dict(zip((group.name for group in chunks), starts, strict=True))
 
     def _num_rows(self, file: FoundFile, place: Place) -> int:
         with error_location(file.name), open_tree(file.path, scratch=Scratch()) as root:

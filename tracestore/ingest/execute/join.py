@@ -18,6 +18,7 @@ from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.readers.tree import Array, Items, NumpyArray, Value
 from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.io.scratch import Scratch
+from tracestore.store.write.field_values import field_error
 from tracestore.store.write.record import TraceRecord
 
 # Keys that hold the text of a field.
@@ -200,10 +201,8 @@ class Column:
             return value
         for cell in cells[1:]:
             if (other := self._value(cell, fixed)) != value:
-                found = f"{describe(value)} and {describe(other)}"
-                raise InvalidInputError(
-                    f"found {found} in the rows of one trace, expected one value", field=self.place.name
-                )
+                found = f"{describe(value)} and {describe(other)} in the rows of one trace"
+                raise field_error(self.place.name, found, "one value")
         return value
 
     def check_list(self, environment: Mapping[str, Any]) -> None:

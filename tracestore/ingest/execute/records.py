@@ -3,51 +3,31 @@
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 
-from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.arrays import (
-    check_attention_values,
-    check_ends,
-    check_generated,
-    check_masked_tokens,
-    check_new_tokens,
-    check_zero_tokens,
-    leave_out_skipped,
-    num_skipped,
-    of_span,
-    read_attention,
-    read_states,
-    read_tokens,
-    set_marked_prompt,
-)
+from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.ingest.execute import arrays
 from tracestore.ingest.execute.axes import LayerIds, LayerOrder
 from tracestore.ingest.execute.row_padding import Padding
 from tracestore.ingest.execute.table_accounts import KeptValues
 from tracestore.ingest.execute.traces import TraceCells
-from tracestore.ingest.execute.values import (
-    check_spans,
-    group_text,
-    id_text,
-    key_text,
-    number_of,
-    typed_value,
-    verdict_value,
-)
+from tracestore.ingest.execute.values import group_text, id_text, key_text, number_of, typed_value, verdict_value
 from tracestore.ingest.layout.fields import KEY, score_of
 from tracestore.ingest.layout.places import DERIVED, RECORDS, Plan
 from tracestore.ingest.readers.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.vocabulary import is_other_value
-from tracestore.store.write.field_values import check_agreement
+from tracestore.store.write.field_values import check_agreement, field_error
 from tracestore.store.write.record import TraceRecord, record_from_dict
 
 _OF_NAMES = ("id", "sample")
 _OF_KEY = (*DERIVED, "global_example_id")  # fields that give the key of a trace
 
 
+@dataclass
 class RecordMaker:
     """Make records of the values of traces, by what the layout states for all of them.
 
@@ -65,23 +45,20 @@ class RecordMaker:
         Of the fields of a built-in layout, those that the user names.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        source_name: str,
-        need_attention: bool | None,
-        *,
-        has_scores_file: bool,
-        is_of_schema: bool,
-        stated: Collection[str] = (),
-    ) -> None:
-        self._has_scores_file, self._stated = has_scores_file, stated
-        self.plan, self.settings, self.need_attention = plan, plan.layout.settings, need_attention
-        self.source_name, self._states = source_name, plan.layout.states
+    plan: Plan
+    source_name: str
+    need_attention: bool | None
+    _: KW_ONLY
+    has_scores_file: bool
+    is_of_schema: bool
+    stated: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        self.settings, self._states = self.plan.layout.settings, self.plan.layout.states
         words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
-        self._words = None if is_of_schema else words
-        self.layers = LayerOrder(plan.layout, is_of_schema=is_of_schema)
-        is_flat = any("NS" in place.axes for place in plan.states)
+        self._words = None if self.is_of_schema else words
+        self.layers = LayerOrder(self.plan.layout, is_of_schema=self.is_of_schema)
+        is_flat = any("NS" in place.axes for place in self.plan.states)
         self._may_be_padded = not (is_flat or self._states == "last_token" or self.settings.get("S.padding") == "none")
         self._has_no_padding = self.settings.get("S.padding") in (None, "none")
 
@@ -108,9 +85,10 @@ class RecordMaker:
                 raise InvalidInputError(text, field="sample")
 
     def record(self, values: dict[str, Any], position: int, *, is_row: bool) -> TraceRecord:
-        """Return the record of checked values; rules 6a, 6b, 17c and 24. `is_row`: they may be padded as rows of a stack."""
+        """Return the record of checked values; rules 6a, 6b, 14, 17c and 24. `is_row`: they may be padded as rows of a stack."""
         states, is_last = values[self._states], self._states == "last_token"
-        scores = values.pop("scores", None) if self._has_scores_file else None
+        _check_spans(values)
+        scores = values.pop("scores", None) if self.has_scores_file else None
         record = record_from_dict(
             values, source_name=self.source_name, position=position, need_attention=self.need_attention
         )
@@ -125,18 +103,18 @@ class RecordMaker:
         if record.group:
             record.group = group_text(record.group)
         if self._has_no_padding:  # the record has compared the shapes
-            check_zero_tokens([layer.reshape(1, -1) for layer in states] if is_last else states, self._states)
+            arrays.check_zero_tokens([layer.reshape(1, -1) for layer in states] if is_last else states, self._states)
         if "generated_mask" in record.optional and self._words is not None:
-            check_generated(record.optional["generated_mask"], record.prompt_length)
+            arrays.check_generated(record.optional["generated_mask"], record.prompt_length)
         if is_row and not is_last and self._words is not None and self.settings.get("S.padding") != "none":
-            check_ends(states, self._states)
+            arrays.check_ends(states, self._states)
         if record.attention is not None:
             first, *others = record.attention
             # Another program fills all layers alike: the first and the last are compared; two tokens may agree by chance.
             for layer in (first, *(layer[:1] for layer in others[-1:] if record.num_tokens > 2)):
-                check_attention_values(layer)
+                arrays.check_attention_values(layer)
             if self._may_be_padded:
-                check_masked_tokens(first)
+                arrays.check_masked_tokens(first)
         if self.settings.get("D.size") not in (None, record.hidden_dim):
             raise InvalidInputError(f"found D {record.hidden_dim}, expected {self.settings['D.size']}", field="D.size")
         return record
@@ -156,10 +134,10 @@ class RecordMaker:
         """Set labels and scores of fields; those of tables are stored when the accounts of the run close."""
         found: dict[str, float] = dict(record.scores)
         for name, value, is_of_table in given:
-            if self._has_scores_file and not is_of_table:
+            if self.has_scores_file and not is_of_table:
                 record.extras |= {} if value is None else {score_of(name): value}
                 continue
-            if self._words is None and name not in self._stated and is_other_value(score_of(name), value):
+            if self._words is None and name not in self.stated and is_other_value(score_of(name), value):
                 record.extras[score_of(name)] = value
                 continue
             direction = self.plan.layout.rule(name).direction or ""
@@ -173,10 +151,20 @@ class RecordMaker:
             elif name == "label":
                 raise InvalidInputError(f"found {record.label:g} and {number:g}, expected one label", field="label")
             elif record.scores.setdefault(score_of(name), number) != number:
-                raise InvalidInputError(
-                    f"found {number:g}, expected {record.scores[score_of(name)]:g} as in scores", field=score_of(name)
-                )
+                raise field_error(score_of(name), f"{number:g}", f"{record.scores[score_of(name)]:g} as in scores")
         check_agreement(found)
+
+
+def _check_spans(values: Mapping[str, Any]) -> None:
+    """Rule 14: a span of the answer with a text equals its slice."""
+    spans, answers = values.get("spans"), [values[name] for name in ANSWER_FIELDS if name in values]
+    for span in spans if isinstance(spans, list) and answers else ():
+        text = span.get("text") if isinstance(span, dict) else None
+        if isinstance(text, str):
+            slices = [answer[span.get("start") : span.get("end")] for answer in answers]
+            if text not in slices:
+                found, expected = (escape_unprintable(part, 40) for part in (slices[0], text))
+                raise field_error("spans", f"{found!r} in the answer", f"{expected!r} of the span")
 
 
 def _check_num_layers(record: TraceRecord, expected: int | None) -> None:
@@ -190,11 +178,6 @@ def _check_num_layers(record: TraceRecord, expected: int | None) -> None:
         )
     if expected not in (None, found):
         raise InvalidInputError(f"found {found} layers, expected {expected} as stated", field="L")
-
-
-def _needs_key(plan: Plan, name: str) -> bool:
-    """Return whether the id or the number of the answer, which lines give, joins the values of a name."""
-    return any({"id", "sample"} & ({*plan.keys[p]} - plan.names) for p in plan.others if p.name == name)
 
 
 class TraceBuilder:
@@ -216,8 +199,9 @@ class TraceBuilder:
             return [n for kind in wanted for n in names if kinds[n] == kind]
 
         self._scores = of_kind("score")
-        # Keys that are joined by the id or the number of the answer follow these.
-        self._later_keys = [n for n in of_kind(KEY) if _needs_key(self.plan, n)]
+        # Keys that are joined by the id or the number of the answer, which lines give, follow these.
+        own, plan = {"id", "sample"} - self.plan.names, self.plan
+        self._later_keys = [n for n in of_kind(KEY) if any(own & {*plan.keys[p]} for p in plan.others if p.name == n)]
         self._keys = [n for n in of_kind(KEY) if n not in self._later_keys]
         self._scalars = of_kind("text", "id", "number", "json")
         self._per_token = [n for n in of_kind("texts", "array") if n not in ("attentions", "tokens")]
@@ -243,9 +227,8 @@ class TraceBuilder:
             trace.columns.leave_out(environment, trace.made_id)
             return None
         self._set_scalars(trace, values, self._scalars)
-        check_spans(values.get("spans"), [values[n] for n in ANSWER_FIELDS if n in values])
         is_last = what == "last_token"
-        values[what], sizes, ids = read_states(trace, "D" if is_last else "SD")
+        values[what], sizes, ids = arrays.read_states(trace, "D" if is_last else "SD")
         own = None if is_last else self._set_sequence(trace, values, sizes)
         of_file = trace.array("L.ids", "L")
         stated = None if of_file is None else of_file[0].tolist()
@@ -286,9 +269,7 @@ class TraceBuilder:
                 if value is None or (value := typed_value(name, value)) is None:
                     continue
                 if name in values and values[name] != value:
-                    raise InvalidInputError(
-                        f"found {str(values[name])[:40]!r} and {str(value)[:40]!r}, expected one value", field=name
-                    )
+                    raise field_error(name, f"{str(values[name])[:40]!r} and {str(value)[:40]!r}", "one value")
                 values[name] = value
                 added = self.plan.layout.templates.get(name)
                 if added is not None and type(values[name]) is int and values[name] >= 0:
@@ -310,12 +291,12 @@ class TraceBuilder:
         layers = values["hidden_states"]
         num_states, has_passes = len(layers[0]), len(sizes) > 1 and len(trace.cells) == 1
         length = None if "NS" in trace.fixed else self._length(trace)
-        skipped = num_skipped(self._settings, "T")
-        leave_out_skipped(values, skipped)
+        skipped = arrays.num_skipped(self._settings, "T")
+        arrays.leave_out_skipped(values, skipped)
         stated = trace.prompt_length = values.get("prompt_length")
-        tokens = read_tokens(trace, num_states, length, has_passes=has_passes)
+        tokens = arrays.read_tokens(trace, num_states, length, has_passes=has_passes)
         num_prompt_ids = trace.num_first_values
-        attention, own = read_attention(trace, num_states, is_needed=self._maker.need_attention is not False)
+        attention, own = arrays.read_attention(trace, num_states, is_needed=self._maker.need_attention is not False)
         values |= {"prompt_length": 0} if self.plan.is_of_answer else {}
         self._set_prompt_length(trace, values, sizes)
         padded = None if tokens is None or len(tokens) < num_states else tokens
@@ -326,7 +307,7 @@ class TraceBuilder:
             text = f"found {begin} tokens of padding in front of the token that = gives, or T.skip leaves out"
             raise InvalidInputError(text, field=min(self._in_front, default="tokens"))
         if has_passes and tokens is None and not self._settings.get("P.new"):
-            check_new_tokens(sizes, self.plan.layout.states)
+            arrays.check_new_tokens(sizes, self.plan.layout.states)
         if span != (0, num_states):
             values["hidden_states"] = [layer[begin:end] for layer in layers]
             attention = attention and [layer[:, begin:end, begin:end] for layer in attention]
@@ -334,11 +315,11 @@ class TraceBuilder:
         if (prompt := values.get("prompt_length")) is not None:
             prompt = self.padding.prompt_of(prompt, span, num_states, is_stated=stated is not None)
             values["prompt_length"] = prompt
-        set_marked_prompt(trace, values, span, num_states, tokens)
+        arrays.set_marked_prompt(trace, values, span, num_states, tokens)
         self._check_prompt(trace, values, self.plan.layout.states, trace.num_first, begin)
         if tokens is not None:
             self._check_prompt(trace, values, "tokens", num_prompt_ids, 0 if padded is None else begin)
-            values["tokens"] = of_span(tokens, span, num_states)
+            values["tokens"] = arrays.of_span(tokens, span, num_states)
         self._set_values(trace, values, span, num_states)
         return own
 
@@ -349,10 +330,10 @@ class TraceBuilder:
             raise InvalidInputError(text, field="answer_span")
         for name in self._per_token:
             if (found := trace.array(name, "ST")) is not None:
-                of_tokens = found[0][num_skipped(self._settings, found[1]) :]
+                of_tokens = found[0][arrays.num_skipped(self._settings, found[1]) :]
                 num_before = span[0] if len(of_tokens) >= num_states else 0
                 self._check_prompt(trace, values, name, trace.num_first_values, num_before)
-                values[name] = of_span(of_tokens, span, num_states)
+                values[name] = arrays.of_span(of_tokens, span, num_states)
         if (texts := values.get("tokens_decoded")) is not None:
             if texts.dtype != object:
                 raise InvalidInputError("found other values than texts", field="tokens_decoded")
@@ -365,8 +346,7 @@ class TraceBuilder:
         length = trace.prompt_length if self.plan.is_of_answer else values.get("prompt_length")
         expected = num_first - (0 if self.plan.is_of_answer else num_padding)
         if num_first and length not in (None, expected):
-            found = f"found {length}, expected {expected} as in the first part of {name}"
-            raise InvalidInputError(found, field="prompt_length")
+            raise field_error("prompt_length", length, f"{expected} as in the first part of {name}")
 
     def _length(self, trace: TraceCells) -> int | None:
         """Return the length that a line for S.lengths gives, None without one."""

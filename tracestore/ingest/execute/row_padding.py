@@ -12,6 +12,7 @@ from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.layout.fields import MASKS
 from tracestore.ingest.layout.places import Plan
 from tracestore.ingest.readers.tree import as_array
+from tracestore.store.write.field_values import field_error
 from tracestore.store.write.record import moved_position
 
 Span = tuple[int, int]
@@ -122,8 +123,7 @@ class Padding:
 
     def _has_full_mask(self, trace: TraceCells) -> bool:
         """Return whether a mask of the source, or a row of one, leaves out no token."""
-        cells = (cell for column in trace.columns.of(self._mask) for cell in column.all_cells())
-        for cell in cells:
+        for cell in (cell for column in trace.columns.of(self._mask) for cell in column.all_cells()):
             if (array := as_array(cell.value)) is not None:
                 flags = array.read() == (self._mask == MASKS[0])
                 if flags.reshape(len(flags) if cell.axes[0] in ("N", "K") else 1, -1).all(axis=1).any():
@@ -211,11 +211,8 @@ class Padding:
         if self._end is None:
             self._is_end |= num_prompt is not None and end <= num_prompt  # it is the first id that was generated
         elif self._end not in (fill, before) and self._end >= 0:
-            raise InvalidInputError(
-                f"found the id {before} before the padding of a row, expected {self._end} as the layout says: "
-                f"S.pad = [{fill}, -1] if several ids end rows",
-                field="S.pad",
-            )
+            expected = f"{self._end} as the layout says: S.pad = [{fill}, -1] if several ids end rows"
+            raise field_error("S.pad", f"the id {before} before the padding of a row", expected)
         end += self._end in (None, fill)  # the first of the padding ends the sequence
         return num_states if end == len(ids) else end - (len(ids) > num_states or num_prompt is not None)
 

@@ -16,6 +16,7 @@ from tracestore.ingest.execute.values import is_missing, named, number_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.places import Place, Plan
 from tracestore.store.format import schema
+from tracestore.store.write.field_values import field_error
 
 FLAT_ANSWERS = ("NK", "KN")  # axes along which the answers to all questions lie; the first letter changes slowest
 
@@ -174,8 +175,8 @@ class TraceCells:
             if axis in column.place.axes:
                 cell = column.cells(column.own_environment(self.environment, self.made_id))[0]
                 if (size := extent(cell.value, cell.axes, axis)) != self.num_rows:
-                    found = f"found {size} on the axis ({' '.join(axis)}), expected {self.num_rows:,} as states"
-                    raise InvalidInputError(found, field=column.place.name)
+                    found = f"{size} on the axis ({' '.join(axis)})"
+                    raise field_error(column.place.name, found, f"{self.num_rows:,} as states")
 
     def array(self, name: str, letters: str) -> tuple[np.ndarray, str] | None:
         """Return the values of a field on one of the letters, its parts behind each other, and the letter."""
@@ -369,9 +370,7 @@ def _counts(trace: TraceCells) -> dict[str, int]:
         found = {extent(cell.value, cell.axes, letter) for cell in cells}
         if len(found) > 1 or None in found:
             shown = "no value with" if None in found else f"{sorted(map(str, found))!s:.80} on"
-            raise InvalidInputError(
-                f"found {shown} the axis {letter}, expected one number of {letter}", field=trace.plan.layout.states
-            )
+            raise field_error(trace.plan.layout.states, f"{shown} the axis {letter}", f"one number of {letter}")
         if found:
             counts[letter] = found.pop() or 0
     return counts

@@ -174,11 +174,6 @@ def plain_of(
     return of_array(value) if isinstance(value, Array) else value
 
 
-def array_of(array: Array) -> np.ndarray:
-    """Return the numbers of an array of the tree."""
-    return array.read()
-
-
 def one_value(value: Value, name: str) -> Any:
     """Return a text, number or None; refuse a list, mapping or array."""
     if value is None or isinstance(value, str | bool | int | float):
@@ -309,20 +304,6 @@ def score_value(value: Any, name: str) -> float:
         found = escape_unprintable(str(value).strip(), 40)
         raise InvalidInputError(f"found {found!r}, expected a finite number", field=name)
     return number
-
-
-def check_spans(spans: Any, answers: Iterable[str]) -> None:
-    """Rule 14: a span of the answer with a text equals its slice."""
-    texts = list(answers)
-    for span in spans if isinstance(spans, list) and texts else ():
-        text = span.get("text") if isinstance(span, dict) else None
-        if isinstance(text, str):
-            slices = [answer[span.get("start") : span.get("end")] for answer in texts]
-            if text not in slices:
-                found, expected = (escape_unprintable(part, 40) for part in (slices[0], text))
-                raise InvalidInputError(
-                    f"found {found!r} in the answer, expected {expected!r} of the span", field="spans"
-                )
 
 
 def is_missing(value: Value) -> bool:

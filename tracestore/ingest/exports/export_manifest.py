@@ -7,8 +7,8 @@ and what all traces share is in STORE_FILE.
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +87,16 @@ class ExportManifest:
     state: str = UNFINISHED
     files: tuple[DataFile, ...] = ()
     side_files: tuple[SideFile, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the export has ended."""
+        return self.state == COMPLETE
+
+    def complete(self, folder: Path, files: Iterable[DataFile], names: Iterable[str]) -> None:
+        """Write the list of a complete export with its data files; `names` are those of the files next to them."""
+        side_files = tuple(side_file(folder / name) for name in names)
+        replace(self, state=COMPLETE, files=tuple(files), side_files=side_files).write(folder)
 
     def write(self, folder: Path) -> None:
         """Write the list into the folder of the export, atomically."""
@@ -212,18 +222,16 @@ def find_export(folder: Path) -> tuple[list[ExportedFile], frozenset[Path]] | No
     if not os.path.lexists(folder / EXPORT_FILE):
         return None
     manifest, where = ExportManifest.read(folder), str(folder)
-    if manifest is None or manifest.state != COMPLETE:
+    if manifest is None or not manifest.is_complete:
         raise InvalidInputError(
             "an unfinished export; run the same `tracestore export` again to complete it, or remove the folder",
             source=where,
         )
     listed: list[DataFile | SideFile] = [*manifest.files, *manifest.side_files]
-    for file in listed:
+    for file in (file for file in listed if file.name != SCORES_FILE):
         path = folder / file.name
         is_same = path.is_file() and path.stat().st_size == file.num_bytes
-        if is_same and isinstance(file, SideFile):
-            is_same = file.name == SCORES_FILE or side_file(path) == file
-        if not is_same and file.name != SCORES_FILE:
+        if not is_same or (isinstance(file, SideFile) and side_file(path) != file):
             found = "has changed" if path.is_file() else "is missing"
             reason = f"{file.name} {found} since the export; restore it, or export the store again"
             raise InvalidInputError(reason, source=where)
