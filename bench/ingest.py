@@ -200,7 +200,7 @@ import sys, time
 from pathlib import Path
 from tracestore.cli import main
 from tracestore.ingest.builtin.parts import find_sources
-from tracestore.ingest.source_reading import read_traces
+from tracestore.ingest.sources import read_traces
 source, store = map(Path, sys.argv[1:])
 start = time.process_time()
 for trace in read_traces(find_sources([source], store)[0]):

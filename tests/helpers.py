@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import tracestore
-from tracestore.ingest import source_reading
+from tracestore.ingest import sources
 from tracestore.ingest.builtin.parts import find_sources
 from tracestore.store.format import schema
 
@@ -184,9 +184,9 @@ def error_of(*words, code):
 
 
 def read_traces(path, name, *, need_attention=True):
-    """Yield the traces of one file of a built-in layout; see `tracestore.ingest.source_reading.read_traces`."""
+    """Yield the traces of one file of a built-in layout; see `tracestore.ingest.sources.read_traces`."""
     (source,) = find_sources([path], path.parent / "none")
-    return source_reading.read_traces(replace(source, name=name), need_attention)
+    return sources.read_traces(replace(source, name=name), need_attention)
 
 
 def read_all(store):

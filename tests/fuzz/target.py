@@ -16,7 +16,7 @@ from tracestore.ingest.layout.language import fields_of_lines, parse_layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import plan_of
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.source_reading import read_traces
+from tracestore.ingest.sources import read_traces
 from tracestore.store.write.pack import pack_record
 from tracestore.store.write.record import TraceRecord
 

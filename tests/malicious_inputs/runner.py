@@ -30,7 +30,7 @@ _STANDARD_ERROR = 2
 def _read(path: Path, _store: str) -> dict[str, object]:
     from tracestore.errors import InvalidInputError
     from tracestore.ingest.builtin.parts import find_sources
-    from tracestore.ingest.source_reading import read_traces
+    from tracestore.ingest.sources import read_traces
     from tracestore.store.write.pack import pack_record
 
     count = 0
@@ -122,7 +122,7 @@ def main() -> None:
     action, store = actions[sys.argv[1]], sys.argv[2] if len(sys.argv) > 2 else ""
     if sys.argv[1] == "read":
         import tracestore.ingest.builtin.parts
-        import tracestore.ingest.source_reading
+        import tracestore.ingest.sources
         import tracestore.store.write.pack
     elif sys.argv[1] == "convert":
         import tracestore.convert  # noqa: F401

@@ -2,7 +2,7 @@
 
 import os
 import tomllib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -19,8 +19,7 @@ from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.layout.language import Layout, parse_layout, read_layout
 from tracestore.ingest.layout.patterns import literal_key
 from tracestore.ingest.score_files import FoundFiles, direction_of, find_score_files, score_name, scores_advice
-from tracestore.ingest.source_reading import read_traces
-from tracestore.ingest.sources import SourceFile
+from tracestore.ingest.sources import SourceFile, read_traces
 from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
 from tracestore.store.io.local_folders import local_dir
@@ -64,14 +63,15 @@ def described_run(
         If files do not fit the layout.
     """
     layout, folder = layout_of_options(options.layout, options.field), local_dir(store)
-    if whole is None:
-        _check_folders(arguments, folder, layout)
-    if layout is not None and not layout.is_filter:
-        files = _whole(list_files(arguments, folder), whole)
-        return _stated_run(_with_padding(layout, options), files, options)
-    by_argument = _by_argument(arguments, folder)
-    left_out = () if layout is None else _left_out(layout, {n for _, files in by_argument for n in files})
-    groups = [(named, _whole(files, whole, left_out)) for named, files in by_argument]
+    is_stated = layout is not None and not layout.is_filter  # it may name files of any suffix
+    for argument in arguments if whole is None and len(arguments) > 1 else ():
+        if argument.is_dir() and all(not is_stated and is_other(name) for name in list_files([argument], folder)):
+            raise NoSourceError(_NO_FILE.format(argument))
+    if layout is not None and is_stated:
+        files = list_files(arguments, folder).items()
+        whole_files = {name: path for name, path in files if whole is None or path in whole}
+        return _stated_run(_with_padding(layout, options), whole_files, options)
+    groups = _groups(arguments, folder, layout, whole)
     paths = [path for _, files in groups for path in files.values()]
     found = find_score_files(arguments, paths, options.scores)
     kept = [_with_padding(layout, options) for layout in _kept_layouts(store)]
@@ -88,38 +88,14 @@ def described_run(
 
 def input_files(arguments: list[Path], store: str, options: ConvertOptions) -> tuple[set[Path], set[Path]]:
     """Return the files that may hold data of traces, and the scores files among them, without reading more."""
-    layout, groups = layout_of_options(options.layout, options.field), _by_argument(arguments, local_dir(store))
-    files = {path for _, own in groups for name, path in own.items() if not is_other(name)}
-    if layout is not None and not layout.is_filter:
-        return files, set() if options.scores is None else {Path(options.scores)}
-    left_out = () if layout is None else _left_out(layout, {name for _, own in groups for name in own})
-    paths = [path for _, own in groups for path in _whole(own, None, left_out).values()]
-    return files.intersection(paths), set(find_score_files(arguments, paths, options.scores).scores)
-
-
-def _check_folders(arguments: Sequence[Path], folder: Path, layout: Layout | None) -> None:
-    """Refuse a folder without files among several sources; a stated layout may name files of any suffix."""
+    layout = layout_of_options(options.layout, options.field)
     is_stated = layout is not None and not layout.is_filter
-    for argument in arguments if len(arguments) > 1 else ():
-        if argument.is_dir() and all(not is_stated and is_other(name) for name in list_files([argument], folder)):
-            raise NoSourceError(_NO_FILE.format(argument))
-
-
-def _whole(files: dict[str, Path], whole: Container[Path] | None, left_out: Container[str] = ()) -> dict[str, Path]:
-    return {n: path for n, path in files.items() if n not in left_out and (whole is None or path in whole)}
-
-
-def _left_out(layout: Layout, files: Iterable[str]) -> set[str]:
-    """Return the names of the files that a layout of nothing but `ignore` leaves out."""
-    found: set[str] = set()
-    for address in layout.ignore:
-        names = {name for name in files if address.files.match(name) is not None}
-        if address.path:
-            raise UsageError(f"ignore: {address}: without lines of states, whole files alone are left out")
-        if not names:
-            raise InvalidInputError(f"{address}: no file is left out by it; remove the entry", field="ignore")
-        found |= names
-    return found
+    groups = _groups(arguments, local_dir(store), None if is_stated else layout, None)
+    files = {path for _, own in groups for name, path in own.items() if not is_other(name)}
+    if is_stated:
+        return files, set() if options.scores is None else {Path(options.scores)}
+    paths = [path for _, own in groups for path in own.values()]
+    return files, set(find_score_files(arguments, paths, options.scores).scores)
 
 
 def _stated_run(layout: Layout, files: Mapping[str, Path], options: ConvertOptions) -> DescribedRun:
@@ -217,7 +193,9 @@ def _found_parts(
     def all_files() -> dict[str, Path]:
         together = _together(groups)
         is_one = is_all and len(together) == 1 and not exported_sources(together[0])[0]
-        return _without_scores(together[0], owned) if is_one else {}
+        left_out = {path.absolute() for path in owned}
+        files = together[0].items() if is_one else ()
+        return {name: path for name, path in files if path.absolute() not in left_out and not is_other(name)}
 
     def rest(files: Mapping[str, Path]) -> Layout | InvalidInputError:
         # Imported here, because most conversions need no proposal, and its modules take a tenth of a start.
@@ -257,19 +235,17 @@ def _found_parts(
     return parts
 
 
-def _without_scores(files: Mapping[str, Path], owned: Iterable[Path]) -> dict[str, Path]:
-    left_out = {path.absolute() for path in owned}
-    return {name: path for name, path in files.items() if path.absolute() not in left_out and not is_other(name)}
-
-
 def _together(groups: Sequence[Group]) -> list[dict[str, Path]]:
     """Return the files of all arguments as one group; those of each if two have one name."""
     files = {name: path for _, own in groups for name, path in own.items()}
     return [files] if len(files) == sum(len(own) for _, own in groups) else [own for _, own in groups]
 
 
-def _by_argument(arguments: list[Path], folder: Path) -> list[Group]:
-    """Return the files of each folder among the arguments, and of files behind each other with different names."""
+def _groups(arguments: list[Path], folder: Path, layout: Layout | None, whole: Container[Path] | None) -> list[Group]:
+    """Return the files of each folder among the arguments, and of files behind each other with different names.
+
+    Without those that a layout of nothing but `ignore` leaves out, and those that are not `whole`.
+    """
     groups: list[Group] = []
     seen: set[str] = set()
     for argument in arguments:
@@ -280,7 +256,18 @@ def _by_argument(arguments: list[Path], folder: Path) -> list[Group]:
             groups[-1][1].update(files)
         else:
             groups.append(([argument], files))
-    return groups
+    left_out: set[str] = set()
+    for address in () if layout is None else layout.ignore:
+        names = {name for _, files in groups for name in files if address.files.match(name) is not None}
+        if address.path:
+            raise UsageError(f"ignore: {address}: without lines of states, whole files alone are left out")
+        if not names:
+            raise InvalidInputError(f"{address}: no file is left out by it; remove the entry", field="ignore")
+        left_out |= names
+    return [
+        (named, {n: p for n, p in files.items() if n not in left_out and (whole is None or p in whole)})
+        for named, files in groups
+    ]
 
 
 def layout_of_options(layout: Any, lines: Sequence[str] | None) -> Layout | None:

@@ -5,7 +5,6 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from tracestore.ingest.score_files import FoundFiles
 from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.stored_values import ChangedValues, is_none, stored_values
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
-from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.vocabulary import JUDGMENTS
 from tracestore.store.write.keys import OnConflict
@@ -158,11 +156,6 @@ class DescribedRun:
     def _needs_equal(self, execution: Execution) -> bool:
         return execution.layout.settings.get("duplicates") == "keep" and not self.num_equal
 
-    def provenance(self, source: SourceFile, known: Provenance | None) -> Provenance | None:
-        """Return the provenance of a source, with the place of its layers that the layout states (rule 1b)."""
-        what = None if source.described is None else source.described.what
-        return known if what is None else replace(known or Provenance(), hidden_states_at=what)
-
     def fits(self, block: TraceBlock) -> bool:
         """Return whether add_states() refuses no trace of a block."""
         return not any(self._is_copy(*ids) for ids in self._equal(block)[1])
@@ -170,10 +163,7 @@ class DescribedRun:
     def _equal(self, block: TraceBlock) -> tuple[dict[int, str], list[tuple[str, str]]]:
         """Return the id of the first trace with each states of a block, and the other ids with them."""
         first = dict(reversed(block.states))
-        known = first.keys() & self._ids_of_states.keys()
-        if not known and len(first) == len(block.states):
-            return first, []
-        first |= {states: self._ids_of_states[states] for states in known}
+        first |= {states: self._ids_of_states[states] for states in first.keys() & self._ids_of_states.keys()}
         return first, [(first[states], name) for states, name in block.states if first[states] != name]
 
     def add_block(self, block: TraceBlock, writer: StoreWriter) -> None:

@@ -189,29 +189,22 @@ class _Trial(Conversion):
 
 def _stored(packed: PackedTrace) -> str:
     """Return what a store gets of a trace."""
-    record = packed.record
-    parts = [f"question_id {escape_unprintable(record.question_id, 60)!r}"]
-    if not record.has_own_id and record.question_id.endswith(f":{record.position}"):
-        parts[0] += " (made up)"
-    if record.sample:
-        parts.append(f"sample {record.sample}")
-    parts.append(f"L {packed.num_layers}")
-    if packed.num_tokens:
-        parts.append(f"S {packed.num_tokens}")
-    parts.append(f"D {packed.hidden_dim} {packed.hidden_dtype}")
-    if record.tokens is not None:
-        parts.append(plural(len(record.tokens), "token"))
-    if (layout := schema.LAYOUT_NAMES.get(packed.layout)) is not None:
-        heads = "" if packed.num_heads is None else f" of {plural(packed.num_heads, 'head')}"
-        parts.append(f"{layout} attention{heads} {packed.attention_dtype}")
-    if record.layer_ids is not None:
-        parts.append(f"layers {', '.join(map(str, record.layer_ids))}"[:60])
+    record, layout = packed.record, schema.LAYOUT_NAMES.get(packed.layout)
+    is_made_up = not record.has_own_id and record.question_id.endswith(f":{record.position}")
+    heads = "" if packed.num_heads is None else f" of {plural(packed.num_heads, 'head')}"
     scores = {**record.scores, **record.deferred_scores}
-    parts += [f"score {escape_unprintable(name, 60)} {score:g}" for name, score in scores.items()]
-    if record.label is not None:
-        parts.append(f"label {record.label:g}")
-    if record.is_without_embeddings:
-        parts.append("without the embeddings")
-    if packed.rounded_from is not None:
-        parts.append(f"rounded from {packed.rounded_from}")
-    return ", ".join(parts)
+    parts = [
+        f"question_id {escape_unprintable(record.question_id, 60)!r}" + " (made up)" * is_made_up,
+        f"sample {record.sample}" if record.sample else "",
+        f"L {packed.num_layers}",
+        f"S {packed.num_tokens}" if packed.num_tokens else "",
+        f"D {packed.hidden_dim} {packed.hidden_dtype}",
+        "" if record.tokens is None else plural(len(record.tokens), "token"),
+        "" if layout is None else f"{layout} attention{heads} {packed.attention_dtype}",
+        "" if record.layer_ids is None else f"layers {', '.join(map(str, record.layer_ids))}"[:60],
+        *(f"score {escape_unprintable(name, 60)} {score:g}" for name, score in scores.items()),
+        "" if record.label is None else f"label {record.label:g}",
+        "without the embeddings" if record.is_without_embeddings else "",
+        "" if packed.rounded_from is None else f"rounded from {packed.rounded_from}",
+    ]
+    return ", ".join(filter(None, parts))

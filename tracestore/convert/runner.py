@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -43,7 +44,6 @@ from tracestore.store.io.provenance_file import find_provenance_files, read_prov
 from tracestore.store.read.index import SourceEntry
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.pending import SegmentsAhead
-from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock
 from tracestore.words import format_size, plural
@@ -152,7 +152,9 @@ class Conversion:
         if source.export is not None and self._options.provenance is None:
             return source.export.provenance
         known = next((p for path, p in self.provenances.items() if source.path.is_relative_to(path)), None)
-        return self.described.provenance(source, known)
+        # Rule 1b: the layout states the place of the layers.
+        what = None if source.described is None else source.described.what
+        return known if what is None else replace(known or Provenance(), hidden_states_at=what)
 
     def known(self) -> dict[str, Any]:
         """Return what another conversion of the same sources need not find again."""
@@ -536,7 +538,11 @@ class Conversion:
                 if known >= 0:
                     lacks_texts = writer.keys.lacks_texts and not writer.keys.has_replaced
                     self._lacks_texts[known] = lacks_texts and self._lacks_texts.get(known, True)
-                    self._check_shared(writer, record, known, added, is_conflict=is_conflict)
+                    # Other sources may have the trace, too.
+                    replaces, removes = self.described.changes(key, known, writer.read_columns())
+                    added.num_removing += removes
+                    if replaces or self._options.on_conflict == "keep-last":
+                        self._shared.check(known, is_changed=replaces or is_conflict, is_last=not replaces)
         except InvalidInputError as error:
             error.reason += _ADVICE.get(error.field or "", "")
             if not self._options.skip_bad:
@@ -544,15 +550,6 @@ class Conversion:
             added.refused.append(error)
         else:
             added.count(packed, is_new=is_new)
-
-    def _check_shared(
-        self, writer: StoreWriter, record: TraceRecord, index: int, added: SourceCounts, *, is_conflict: bool
-    ) -> None:
-        """Account for a committed trace of the open source, which other sources may have, too."""
-        replaces, removes = self.described.changes((record.question_id, record.sample), index, writer.read_columns())
-        added.num_removing += removes
-        if replaces or self._options.on_conflict == "keep-last":
-            self._shared.check(index, is_changed=replaces or is_conflict, is_last=not replaces)
 
     def _append_block(self, writer: StoreWriter, block: TraceBlock, layer_ids: LayerIds, added: SourceCounts) -> None:
         """Add traces that are written: all at once if they are new and fit, or else one after the other."""

@@ -3,8 +3,8 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from tracestore.ingest.exports.export_manifest import ExportFacts
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.left_values import LABEL, earlier_note
 from tracestore.ingest.score_files import COLUMN_OPTIONS, ScoreRow, ambiguous_direction, direction_of
+from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.stored_values import ChangedValues, is_none, keys_of, stored_values, without_row_note
 from tracestore.store.format import schema
@@ -27,9 +28,6 @@ from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock, WrittenSegment
 from tracestore.words import plural
-
-if TYPE_CHECKING:
-    from tracestore.ingest.scores import Scores
 
 
 class Scoring:
@@ -128,8 +126,10 @@ class Scoring:
                 check_agreement({**own, **record.scores, **record.deferred_scores, self.file.name: row.score})
         if self._replaces_labels and writer.index.find(record.question_id, record.sample) >= 0:
             record.label = None  # fill() replaces the stored one
-        if math.isnan(row.score):
-            self._count_unscored(packed)
+        if math.isnan(row.score):  # values that may be the label or the score, and which the file replaces
+            extras = json.loads(packed.extras or "{}").items()
+            numbers = [key for key, value in extras if isinstance(value, bool | int | float)]
+            self._unscored.update(k for k in numbers if k in ("label", "labels") or direction_of(k) is not None)
         return {**record.scores, self.file.name: row.score}, group
 
     def define(self, writer: StoreWriter, record: TraceRecord) -> None:
@@ -165,10 +165,6 @@ class Scoring:
             self._define_scores(writer, self._export)
         else:
             self._described.add_block(block, writer)
-
-    def _count_unscored(self, packed: PackedTrace) -> None:
-        extras = json.loads(packed.extras or "{}")
-        self._unscored.update(k for k, v in extras.items() if isinstance(v, bool | int | float) and _may_label(k))
 
     def set_label(self, packed: PackedTrace) -> None:
         """Give a trace the label of the scores file, which replaces that of a built-in layout."""
@@ -230,9 +226,11 @@ class Scoring:
             self._fill(writer, self.file)
         is_own = np.logical_or(*self._sources_have(writer))
         is_own[[index for key in self._described.deferred if (index := writer.index.find(*key)) >= 0]] = True
-        self._changes += earlier_note(writer, is_own, self._given(writer), self._with_group(writer))
+        gives_all_groups = self._exports or (self.file is not None and self.file.has_groups)
+        with_group = None if gives_all_groups else self._described.with_group(writer)
+        self._changes += earlier_note(writer, is_own, self._given(writer), with_group)
 
-    def _fill(self, writer: StoreWriter, file: "Scores") -> None:
+    def _fill(self, writer: StoreWriter, file: Scores) -> None:
         values, num_kept, used = ChangedValues(writer, self._on_conflict), 0, set[tuple[str, int]]()
         is_own, is_exported = self._sources_have(writer)
         is_scored = ~np.isnan(values.columns.score(file.name))
@@ -280,11 +278,6 @@ class Scoring:
         names = self._described.given(writer).union(*([LABEL, *facts.scores] for facts in self._exports))
         return names if self.file is None else names | {self.file.name, *([LABEL] if self.file.label_column else [])}
 
-    def _with_group(self, writer: StoreWriter) -> Container[tuple[str, int]] | None:
-        """Return the keys of traces with a group; None if the conversion gives all groups."""
-        gives_all = self._exports or (self.file is not None and self.file.has_groups)
-        return None if gives_all else self._described.with_group(writer)
-
     def _sources_have(self, writer: StoreWriter) -> tuple[np.ndarray, np.ndarray]:
         """Return for each committed trace whether a source of now has it, without and with values of an export."""
         exported = {s.name for s in self.sources if s.export is not None and s.export.has_values}
@@ -322,12 +315,7 @@ def _question(packed: PackedTrace) -> str | None:
     return packed.record.strings.get("question")
 
 
-def _may_label(key: str) -> bool:
-    """Return whether a key of a trace is that of its label or score, which a scores file replaces."""
-    return key in ("label", "labels") or direction_of(key) is not None
-
-
-def _check_layouts(file: "Scores", described: DescribedRun) -> None:
+def _check_layouts(file: Scores, described: DescribedRun) -> None:
     """Raise UsageError for labels or scores that both the file and a layout that is not built in give."""
     field, column = next((name for name in described.own if score_of(name) == file.name), None), file.column
     if file.label_column is not None and described.judgments:
@@ -351,12 +339,10 @@ def _check_flags(options: ConvertOptions) -> None:
         raise ambiguous_direction(column)
 
 
-def _read_files(described: DescribedRun, options: ConvertOptions, output: Output) -> "Scores | None":
+def _read_files(described: DescribedRun, options: ConvertOptions, output: Output) -> Scores | None:
     """Return the scores of the files, and name the tables that are not read."""
     scores: Scores | None = None
     for path in described.score_files.scores:
-        from tracestore.ingest.scores import read_scores  # few conversions have a scores file
-
         found = read_scores(path, **{name: getattr(options, name) for name in COLUMN_OPTIONS})
         output.info(f"scores: {path}, column {found.column}, {plural(len({key[0] for key in found.rows}), 'question')}")
         if scores is None:

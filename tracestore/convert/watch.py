@@ -110,19 +110,21 @@ class Watch:
         """Return the files that no program seems to be writing."""
         whole, now = {}, time.monotonic()
         for name, path in list_files(self._arguments, self._folder).items():
-            state = None if is_other(name) else _state(path)
-            if state is None:
+            try:
+                found = path.stat()
+            except OSError:  # it has gone
                 continue
+            if is_other(name):
+                continue
+            state = found.st_size, found.st_mtime_ns
             before, since = self._seen.get(path, (None, now))
             if before != state:
                 self._seen[path] = (state, now)
-            is_unchanged = before == state
-            if self._tried.get(path) == state:
-                is_whole = True
-            elif is_being_written(path):
+            is_unchanged, is_whole = before == state, self._tried.get(path) == state
+            if not is_whole and is_being_written(path):
                 is_whole = is_unchanged and now - since >= STALE_S
-            else:
-                is_whole = is_unchanged or is_last or path.suffix == ".safetensors"
+            elif is_unchanged or is_last or path.suffix == ".safetensors":
+                is_whole = True
             if is_whole:
                 whole[path] = state
         return whole
@@ -168,12 +170,3 @@ def is_being_written(path: Path) -> bool:
     except InvalidInputError as error:
         return "truncated" in error.reason or is_locked(f"{path}.lock")
     return is_locked(f"{path}.lock")
-
-
-def _state(path: Path) -> State | None:
-    """Return size and modification time of a file; None if it has gone."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns

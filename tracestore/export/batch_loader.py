@@ -14,7 +14,7 @@ from tracestore.errors import UsageError
 from tracestore.export.exporter import TRACES_PER_FILE
 from tracestore.export.file_formats import complete_dict, pickled_list, record_dict
 from tracestore.ingest.builtin.parts import find_sources
-from tracestore.ingest.source_reading import read_traces
+from tracestore.ingest.sources import read_traces
 from tracestore.store.io.destinations import require_outside_stores
 from tracestore.store.io.files import LocalFiles, parse_location
 from tracestore.store.io.fsio import atomic_write, map_os_errors

@@ -12,8 +12,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError, TruncatedFileError, error_location
 from tracestore.ingest.files.byte_source import check_regular
 from tracestore.ingest.readers.content import refusal
-from tracestore.ingest.source_reading import read_traces
-from tracestore.ingest.sources import SourceFile, SourceIdentity, source_fingerprint
+from tracestore.ingest.sources import SourceFile, SourceIdentity, read_traces, source_fingerprint
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.pack import PackedTrace, pack_record
 from tracestore.store.write.record import TraceRecord
@@ -48,11 +47,6 @@ class PackOptions(NamedTuple):
     skip_bad: bool = False
     refuse_attention: bool = False
 
-    @property
-    def need_attention(self) -> bool | None:
-        """Return False if attention is not read, and None if it is; `check_attention` tells which traces must have it."""
-        return False if self.attention == "none" and not self.refuse_attention else None
-
 
 def packed_traces(source: SourceFile, options: PackOptions, refused: list[InvalidInputError]) -> Iterator[PackedTrace]:
     """Yield the traces of one source, packed.
@@ -62,7 +56,9 @@ def packed_traces(source: SourceFile, options: PackOptions, refused: list[Invali
     """
     on_refused = refused.append if options.skip_bad else None
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
-    records = read_traces(source, options.need_attention, scratch=scratch, on_refused=on_refused)
+    # Where attention is read, `check_attention` tells which traces must have it.
+    need_attention = False if options.attention == "none" and not options.refuse_attention else None
+    records = read_traces(source, need_attention, scratch=scratch, on_refused=on_refused)
     num_packed = 0
     with closing(records):  # type: ignore[type-var]
         while True:

@@ -14,14 +14,7 @@ from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.exports import EXPORT_FILE
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.readers.tree import Array, Group, Items, Value
-from tracestore.store.format.labels import (
-    CORRECT,
-    DEFAULT_SCORE_NAME,
-    HALLUCINATION,
-    PREDICTION_COLUMNS,
-    STORE_COLUMN,
-    is_prediction,
-)
+from tracestore.store.format import labels
 from tracestore.store.io.fsio import open_regular
 from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES, SYNONYMS
 from tracestore.store.vocabulary import direction_of as direction_of_name
@@ -61,7 +54,7 @@ def normalized(name: str) -> str:
 
 def score_name(column: str) -> str:
     """Return the name under which a store holds the scores of a column."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "_", column).strip("_.-")[:64] or DEFAULT_SCORE_NAME
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", column).strip("_.-")[:64] or labels.DEFAULT_SCORE_NAME
 
 
 def direction_of(column: str) -> str | None:
@@ -108,9 +101,9 @@ def sample_column_of(header: Sequence[str], id_column: str | None) -> str | None
 
 def tested_columns_of(header: Sequence[str]) -> list[str]:
     """Return the labels and the probabilities of a hallucination in a table of predictions that train writes."""
-    if tuple(header[: len(PREDICTION_COLUMNS)]) != PREDICTION_COLUMNS:
+    if tuple(header[: len(labels.PREDICTION_COLUMNS)]) != labels.PREDICTION_COLUMNS:
         return []
-    return [name for name in header[PREDICTION_COLUMNS.index("label") :] if name != STORE_COLUMN]
+    return [name for name in header[labels.PREDICTION_COLUMNS.index("label") :] if name != labels.STORE_COLUMN]
 
 
 def score_columns_of(header: Sequence[str], name: str | None = None) -> list[str]:
@@ -274,13 +267,13 @@ def find_score_files(arguments: list[Path], files: Sequence[Path], named: str | 
     found = [p for p in files if is_named_scores(p) and p not in unread and not (p.parent / EXPORT_FILE).is_file()]
     if named is not None:
         return FoundFiles([Path(named)], [p for p in (*found, *unread) if p != Path(named)])
-    chosen = _chosen(found, {path for path in arguments if path.is_dir()})
+    chosen = _chosen(found, arguments)
     return FoundFiles(chosen, [*(p for p in found if p not in chosen), *unread])
 
 
-def _chosen(found: list[Path], tops: set[Path]) -> list[Path]:
+def _chosen(found: list[Path], arguments: list[Path]) -> list[Path]:
     """Return the scores files directly in the folders that the user named, else all; UsageError for several."""
-    at_top = [path for path in found if path.parent in tops]
+    at_top = [path for path in found if path.parent in arguments]
     chosen = at_top or found
     folders = [path.parent for path in chosen]
     if several := at_top[:8] if len(at_top) > 1 else [p for p in chosen if folders.count(p.parent) > 1][:8]:
@@ -293,9 +286,9 @@ def direction_in(header: Sequence[str], column: str, stated: str | None) -> str 
     """Return what a high value of a column means: of predictions a hallucination, else what is stated or its name says."""
     if column not in tested_columns_of(header):
         return stated or direction_of(column)
-    if stated == CORRECT:
+    if stated == labels.CORRECT:
         raise UsageError(f"{column} of predictions is high for hallucinations, not for correct answers")
-    return HALLUCINATION
+    return labels.HALLUCINATION
 
 
 def scores_advice(path: Path, ids: Callable[[], Container[str]]) -> str | None:
@@ -318,5 +311,5 @@ def scores_advice(path: Path, ids: Callable[[], Container[str]]) -> str | None:
 def _has_predictions(path: Path) -> bool:
     """Return whether a CSV file has the columns of a file of predictions."""
     with contextlib.suppress(InvalidInputError, UsageError, OSError), read_table(path) as table:
-        return is_prediction(table.header)
+        return labels.is_prediction(table.header)
     return False

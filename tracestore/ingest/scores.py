@@ -71,11 +71,6 @@ class Scores:
     questions: dict[Key, list[str]] = dataclasses.field(default_factory=dict)
 
     @property
-    def has_samples(self) -> bool:
-        """Return whether a row is of one sample of its question, and not of every sample."""
-        return self.sample_column is not None
-
-    @property
     def name(self) -> str:
         """Name under which a store holds the scores, unless another is chosen: that of the column."""
         return score_name(self.column)
@@ -98,7 +93,7 @@ class Scores:
 
     def key_of(self, question_id: str, sample: int) -> tuple[str, int]:
         """Return the key of the row of a trace."""
-        return question_id, sample if self.has_samples else 0
+        return question_id, 0 if self.sample_column is None else sample
 
     def row_of(self, question_id: str, sample: int = 0) -> ScoreRow | None:
         """Return the row of a trace."""
@@ -158,7 +153,7 @@ class Scores:
         return self._no_match(next(iter(keys)), missing) if len(unused) == len(keys) > 0 else None
 
     def _check_samples(self, unused: set[int], missing: set[int]) -> None:
-        if self.has_samples and unused - missing:
+        if self.sample_column is not None and unused - missing:
             rows = sorted({sample for _, sample in self.rows})
             check_remainders("sample", rows, sorted(unused - missing), sorted(missing - unused))
 
@@ -211,7 +206,8 @@ class Scores:
 
     def join(self, other: "Scores") -> None:
         """Add the rows of another file."""
-        if (other.name, other.direction, other.has_samples) != (self.name, self.direction, self.has_samples):
+        facts = ((one.name, one.direction, one.sample_column is None) for one in (self, other))
+        if len({*facts}) > 1:
             raise UsageError(
                 f"{self.path} has {self.column} ({self.direction}), {other.path} {other.column} ({other.direction}); "
                 "convert their folders one after the other with --scores"

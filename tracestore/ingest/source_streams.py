@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import islice
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -98,7 +97,14 @@ class SourceStream:
             self._wait_for_room(lambda: self._in_turn or self._gate.reader_bytes + held <= self._gate.max_bytes)
             self._gate.reader_bytes += held
         try:
-            self._read_traces(options)
+            with closing(packed_traces(self.source, options, self.refused)) as traces:  # type: ignore[type-var]
+                for trace in traces:
+                    if self._segments is not None and not self._in_turn:
+                        self._segments.append(trace)
+                    self._enqueue(trace)
+                    del trace
+            if self._segments is not None and not self._in_turn:
+                self._segments.pending.flush()
         finally:
             with self._changed:
                 self._gate.reader_bytes -= held
@@ -110,16 +116,6 @@ class SourceStream:
             self._changed.wait(_POLL_INTERVAL_S)
         if self._is_cancelled:
             raise Cancelled
-
-    def _read_traces(self, options: PackOptions) -> None:
-        with closing(packed_traces(self.source, options, self.refused)) as traces:  # type: ignore[type-var]
-            for trace in traces:
-                if self._segments is not None and not self._in_turn:
-                    self._segments.append(trace)
-                self._enqueue(trace)
-                del trace
-        if self._segments is not None and not self._in_turn:
-            self._segments.pending.flush()
 
     def _enqueue(self, trace: PackedTrace) -> None:
         size = trace.memory_bytes
@@ -165,22 +161,17 @@ class SourceStream:
             with self._changed:
                 if not self._waiting:
                     break
-                taken = self._take()
+                taken, num_bytes = deque[PackedTrace](), 0  # the next trace, or several small ones
+                while self._waiting and (not taken or num_bytes + self._waiting[0].memory_bytes <= _SMALL_BYTES):
+                    taken.append(self._waiting.popleft())
+                    num_bytes += taken[-1].memory_bytes
+                self._gate.add(-num_bytes)
             while taken:
                 if self._segments is not None and taken[0].segment is None:
                     self._segments.append(taken[0])
                 yield taken.popleft()
         if self._error is not None:
             raise self._error
-
-    def _take(self) -> deque[PackedTrace]:
-        """Take the next trace, or several small ones."""
-        taken, num_bytes = deque[PackedTrace](), 0
-        while self._waiting and (not taken or num_bytes + self._waiting[0].memory_bytes <= _SMALL_BYTES):
-            taken.append(self._waiting.popleft())
-            num_bytes += taken[-1].memory_bytes
-        self._gate.add(-num_bytes)
-        return taken
 
     def cancel(self) -> None:
         """End the thread and drop the traces it has read."""
@@ -204,16 +195,14 @@ class SourceStream:
 
 def _reader_bytes(source: SourceFile) -> int:
     """Return about how much memory the reader of a source holds: nothing if its files are mapped."""
-    try:
-        sizes = [path.stat().st_size for path in source.files if _is_compressed(path)]
-    except OSError:
-        return 0  # the reader reports it
-    return min(_READER_BYTES, _MOST_COMPRESSION * sum(sizes))
-
-
-def _is_compressed(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return compression_of(file.read(8)) is not None
+    num_bytes = 0
+    for path in source.files:
+        try:
+            with open(path, "rb") as file:
+                num_bytes += path.stat().st_size * (compression_of(file.read(8)) is not None)
+        except OSError:
+            return 0  # the reader reports it
+    return min(_READER_BYTES, _MOST_COMPRESSION * num_bytes)
 
 
 class TraceStream(Protocol):

@@ -1,7 +1,8 @@
-"""Sources of a conversion: their files, and how a file that was read before is recognized."""
+"""Sources of a conversion: their files, how a file that was read before is recognized, and their traces."""
 
 import hashlib
 import os
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,11 +11,15 @@ from typing import Any, NamedTuple
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError, OnRefused
 from tracestore.ingest.exports.export_manifest import ExportedFile
+from tracestore.ingest.readers.content import READING, refusal
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 << 10
+# A fault that the checks missed must end as a refusal too, never as a traceback.
+_FAULTS: tuple[type[Exception], ...] = (ValueError, TypeError, OverflowError, IndexError, KeyError, struct.error)
+_FAULTS += READING
 
 
 class Described(NamedTuple):
@@ -156,3 +161,65 @@ def fingerprint(path: Path) -> tuple[int, str]:
     for begin in [*range(0, size, step), max(0, size - _SAMPLE_BYTES)]:
         digest.update(mapped.read(begin, min(size, begin + _SAMPLE_BYTES)))
     return size, digest.hexdigest()
+
+
+def read_traces(
+    source: SourceFile,
+    need_attention: bool | None = True,
+    *,
+    scratch: Scratch | None = None,
+    on_refused: OnRefused = None,
+) -> Iterator[TraceRecord]:
+    """Read the traces of one source in order.
+
+    Parameters
+    ----------
+    source : SourceFile
+        A file of an export, or files that a layout describes.
+    need_attention : bool or None
+        Whether a trace without attention is refused; None accepts both.
+    scratch : Scratch, optional
+        Files for what exceeds some MiB of a trace of a compressed file. By default they are in the system's temporary
+        folder.
+    on_refused : callable, optional
+        Called with the error of each trace that is refused, after which reading continues. By default it is raised.
+
+    Yields
+    ------
+    TraceRecord
+        If the file is not compressed, the arrays are views of the mapped file.
+
+    Raises
+    ------
+    InvalidInputError
+        Names file, position and field. Unless `on_refused` is given, the caller must discard the traces it got before.
+    """
+    count = num_refused = 0
+
+    def refuse(error: InvalidInputError) -> None:
+        nonlocal num_refused
+        assert on_refused is not None
+        num_refused += 1
+        on_refused(error)
+
+    scratch = scratch or Scratch()
+    try:
+        if source.export is not None:
+            from tracestore.ingest.exports.exported_records import read_exported  # most sources are no files of exports
+
+            records = read_exported(source.export, source.name, scratch, need_attention=need_attention)
+        else:
+            assert source.described is not None
+            records = source.described.read(need_attention, scratch, None if on_refused is None else refuse)
+        for record in records:
+            count += 1
+            yield record
+            del record
+    except InvalidInputError as error:
+        # The trace behind those that were read, unless the source as a whole is refused.
+        position = count + num_refused if error.position is None and count and source.export is not None else None
+        raise error.with_location(source=source.name, position=position) from None
+    except _FAULTS as error:
+        raise refusal(error).with_location(source=source.name, position=count + num_refused) from None
+    if not (count + num_refused or source.may_be_empty):
+        raise InvalidInputError("found no trace", source=source.name)

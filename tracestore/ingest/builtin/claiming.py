@@ -61,7 +61,11 @@ def claim(files: Mapping[str, Path], known: Sequence[Builtin], looks: FirstLooks
     claims, opened = Claims(), looks or FirstLooks()
     in_classes = _in_classes(files)
     claims.rest |= dict.fromkeys(in_classes)
-    for names in _alike(name for name in files if name not in in_classes).values():
+    alike: dict[str, list[str]] = defaultdict(list)  # names that differ in numbers alone
+    for name in files:
+        if name not in in_classes:
+            alike[_NUMBERS.sub("#", name)].append(name)
+    for names in alike.values():
         most = _MAX_INFLATED if COMPRESSED.search(names[0]) else _MAX_LOOKS
         looked = names[:: -(-len(names) // most)]
         found = [_owner(name, files[name], known, opened) for name in looked]
@@ -94,14 +98,6 @@ def _in_classes(files: Iterable[str]) -> set[str]:
         if any(score_of_word(part, None) is not None for part in name.split("/")[:-1]):
             folders.add(name)
     return folders.union(*(found.values() if len(found) > 1 else ()))
-
-
-def _alike(files: Iterable[str]) -> dict[str, list[str]]:
-    """Return names that differ in numbers alone, together."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in files:
-        groups[_NUMBERS.sub("#", name)].append(name)
-    return groups
 
 
 def _owner(

@@ -2,7 +2,7 @@
 
 import itertools
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -49,11 +49,6 @@ class Builtin:
     def reader(self) -> str | None:
         """Return the name of what reads the files, if no layout does."""
         return self.source.get("reader")
-
-    def may_end_with(self, ends: tuple[str, ...]) -> bool:
-        """Return whether one of its FILES ends with one of some texts."""
-        suffix = self.values.get("<suffix>")
-        return any(text.endswith(ends) for text in ([suffix] if suffix else self.patterns))
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
@@ -109,7 +104,6 @@ class Builtin:
         return replace(self, lines=lines, settings=settings) if lines or settings else self
 
 
-@cache
 def parse_builtin(name: str, text: str) -> list[Builtin]:
     """Return the built-in layouts of a TOML file: one for each of `suffixes` and combination of what `vary` lists.
 
@@ -158,18 +152,7 @@ def _optional_forms() -> dict[str, tuple[Form, ...]]:
 
 
 @cache
-def _tools() -> Mapping[str, str]:
-    """Return the TOML texts of the tools, in the order of their names."""
+def builtins() -> Sequence[Builtin]:
+    """Return the built-in layouts, in the order of their names."""
     paths = sorted(Path(__file__).with_name("tools").glob("*.toml"))
-    return {path.stem: path.read_text("utf-8") for path in paths}
-
-
-def builtins(names: Iterable[str] | None = None) -> Sequence[Builtin]:
-    """Return the built-in layouts, in the order of their names; those that may match files of these names."""
-    tools = _tools().items()
-    if names is None:
-        return [builtin for tool in tools for builtin in parse_builtin(*tool)]
-    suffixes = {name[name.rfind(".") :] for name in names}
-    near = [tool for tool in tools if any(suffix in tool[1] for suffix in suffixes)]
-    ends = (*suffixes, "}", "*")  # of FILES that may match
-    return [b for tool in near for b in parse_builtin(*tool) if b.may_end_with(ends)]
+    return [builtin for path in paths for builtin in parse_builtin(path.stem, path.read_text("utf-8"))]

@@ -86,12 +86,11 @@ class Part:
     origin: str = ""
 
     def __post_init__(self, looks: FirstLooks | None) -> None:
-        check, self.execution = None, None
-        if self.builtin is not None:
-            check, self.origin = self._checked, f"built-in layout {self.builtin.name}"
+        own, check, self.execution = self.builtin, None, None
+        if own is not None:
+            check, self.origin = self._checked, f"built-in layout {own.name}"
         if self.layout is not None:
-            plan = plan_of(self.layout) if self.builtin is None else self.builtin.plan
-            own = self.builtin
+            plan = plan_of(self.layout) if own is None else own.plan
             known = self.layout.settings if own is None else {*own.settings, *own.lines}
             self.execution = Execution(
                 plan, self.files, self.owned, check, has_scores_file=self.has_scores_file, known=known, looks=looks
@@ -118,9 +117,7 @@ class Part:
         """Return whether the layout states attention; None if the traces may have it."""
         if self.layout is None or self.builtin is not None:
             return None
-        if "attentions" in self.layout.addresses:
-            return True
-        return None if self.layout.records else False
+        return "attentions" in self.layout.addresses or (None if self.layout.records else False)
 
     def sources(self) -> Iterator[tuple[Path, SourceFile]]:
         """Yield the sources with the path of the first file of each."""
@@ -206,7 +203,7 @@ def builtin_parts(
     taken |= {path.absolute() for path in owned}
     left = {n: p for n, p in files.items() if n not in sources and p.absolute() not in taken and not is_other(n)}
     looks = FirstLooks()
-    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in builtins(left)], looks)
+    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in builtins()], looks)
     errors, found = _of_rest(claims, left, {path.absolute() for path in arguments}, rest)
     parts = []
     if found is not None:

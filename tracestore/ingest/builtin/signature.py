@@ -13,7 +13,7 @@ from tracestore.ingest.execute.accounts import OWN_LINES, looks_like_label
 from tracestore.ingest.execute.values import describe, key_text, member
 from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
 from tracestore.ingest.readers.opening import RepeatedItems
-from tracestore.ingest.readers.tree import Array, Group, Items, StreamItems, Value
+from tracestore.ingest.readers.tree import Array, Group, Items, Value
 
 # Items of a stream that may show what a condition states; the first one mostly does.
 _MAX_LOOKS = 3
@@ -74,11 +74,6 @@ def facts_of(value: Value) -> tuple[str, tuple[int, ...]]:
         return kind, (*shape, *value.shape)
     names = {str: "text", bool: "bool", int: "int", float: "float"}
     return "group" if isinstance(value, Group) else names.get(type(value), "none"), tuple(shape)
-
-
-def _is_ones(value: Value) -> bool:
-    """Return whether a value is a mask that leaves nothing out."""
-    return isinstance(value, Array) and facts_of(value)[0] in ("int", "bool") and bool((value.read() == 1).all())
 
 
 @dataclass(frozen=True)
@@ -179,19 +174,11 @@ class Signature:
     def checked(self, root: Value, name: str) -> Value:
         """Return the root of a file of the built-in layout `name` that is being read; check its first items."""
         if isinstance(root, Items) and root.is_stream and self.at == "[]":
-            return StreamItems(self._checked(root, name), root.attributes, is_lent=root.is_lent)
-        self._check(self._items(root), name)
-        return root
-
-    def _checked(self, items: Items, name: str) -> Iterator[Value]:
-        repeated = RepeatedItems(items)
-        self._check(iter(repeated), name)
-        yield from repeated.rest()
-
-    def _check(self, items: Iterator[Value], name: str) -> None:
-        if (differs := self._difference(items, is_claim=False)) is not None:
+            root = RepeatedItems(root)
+        if (differs := self._difference(self._items(root), is_claim=False)) is not None:
             advice = f"not as the other files of the built-in layout {name}; --layout describes it"
             raise InvalidInputError(f"{differs}: {advice}")
+        return root.rest() if isinstance(root, RepeatedItems) else root
 
     def _difference(self, items: Iterator[Value], *, is_claim: bool) -> str | None:
         """Return what differs in the first item; None if one of the first items is as described.
@@ -283,14 +270,13 @@ class Signature:
         for form in forms:
             if "any" in form.kinds or ("zero" in form.kinds and value == 0):
                 return None
-            is_kind = kind in form.kinds or ("ones" in form.kinds and _is_ones(value))
+            is_kind = kind in form.kinds
+            if "ones" in form.kinds and isinstance(value, Array) and kind in ("int", "bool"):
+                is_kind |= bool((value.read() == 1).all())
             if not is_kind or len(shape) != len(form.axes):
                 continue
-            bound = dict(sizes)
-            if all(
-                (a == str(n)) if a.isdigit() else bound.setdefault(a, n) == n
-                for a, n in zip(form.axes, shape, strict=True)
-            ):
+            bound, pairs = dict(sizes), zip(form.axes, shape, strict=True)
+            if all((a == str(n)) if a.isdigit() else bound.setdefault(a, n) == n for a, n in pairs):
                 sizes |= bound
                 return None
         expected = " or ".join(map(str, forms))

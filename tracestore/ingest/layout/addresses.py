@@ -129,7 +129,6 @@ def parse_address(text: str) -> Address:
     if match is None or not match["files"].strip() or match["files"].lstrip().startswith(("->", ": ")):
         raise UsageError(f"{text!r}: expected FILES : PATH -> AXES, with blanks around : and ->")
     files = Pattern(match["files"].strip(), is_path=True)
-    files.parts  # noqa: B018  (refuses what is no pattern)
     path = () if match["path"] is None else tuple(_steps(match["path"].strip()))
     axes = None if match["axes"] is None else _axes(match["axes"], text)
     address = Address(files, path, axes)
@@ -169,10 +168,8 @@ def _steps(text: str) -> Iterator[Step]:
         elif piece.startswith("["):
             yield _items(piece)
         else:
-            parts = tuple(Pattern(part.strip() if "," in piece else part) for part in split_escaped(piece, ","))
-            for part in parts:
-                part.parts  # noqa: B018
-            yield KeyStep(parts, piece)
+            parts = (Pattern(part.strip() if "," in piece else part) for part in split_escaped(piece, ","))
+            yield KeyStep(tuple(parts), piece)
 
 
 def _items(piece: str) -> ItemsStep:

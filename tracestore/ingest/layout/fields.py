@@ -91,15 +91,12 @@ def _rule(field: vocabulary.Field) -> FieldRule:
     return FieldRule("text" if field.kind == vocabulary.TEXT else "number")
 
 
-def _is_field(field: vocabulary.Field) -> bool:
-    is_score = field.kind == vocabulary.SCORE and field.name not in ("is_correct", "is_hallucinated")
-    return bool(field.meaning) and field.name not in _OTHER and not is_score
-
-
-FIELDS: dict[str, FieldRule] = {
-    **{field.name: _rule(field) for field in vocabulary.FIELDS.values() if _is_field(field)},
-    **{name: FieldRule("known", axes) for name, axes in _KNOWN.items()},
+FIELDS = {
+    field.name: _rule(field)
+    for field in vocabulary.FIELDS.values()
+    if field.meaning and field.name not in _OTHER and (field.kind != vocabulary.SCORE or field.name in LABELS)
 }
+FIELDS |= {name: FieldRule("known", axes) for name, axes in _KNOWN.items()}
 # Keys that `records` takes for the field of their name.
 RECORD_FIELDS = tuple(
     n for n, rule in FIELDS.items() if rule.kind not in ("score", "known") and n not in ("sample", "scores")

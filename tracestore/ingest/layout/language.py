@@ -286,9 +286,7 @@ def _template(name: str, text: str, *, is_in_front: bool) -> Pattern:
     if kind != "number" and axes != ("S",) if is_in_front else kind in ("array", "texts"):
         wanted = "FILES : PATH -> AXES: = makes texts and numbers, in a list the value of a first token"
         raise UsageError(f"found {text!r}, expected {wanted}")
-    pattern = Pattern(text[1:])
-    pattern.parts  # noqa: B018
-    return pattern
+    return Pattern(text[1:])
 
 
 def _check_name(name: str, names: Iterable[str]) -> None:

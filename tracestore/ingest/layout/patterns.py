@@ -57,14 +57,22 @@ class Pattern:
         ``layer_{layer}.npy``; a backslash makes the next character literal.
     is_path : bool
         Whether `/` separates names: a name and `*` then match within one of them, `**` matches any number of them.
+
+    Raises
+    ------
+    UsageError
+        If the text is no pattern.
     """
 
     text: str
     is_path: bool = False
 
+    def __post_init__(self) -> None:
+        _parse(self.text, self.is_path)
+
     @cached_property
     def parts(self) -> tuple[PatternPart, ...]:
-        """The parts of the pattern; UsageError if it is not one."""
+        """The parts of the pattern."""
         return _parse(self.text, self.is_path)
 
     @property

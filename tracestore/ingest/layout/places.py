@@ -105,9 +105,8 @@ class Place:
     @cached_property
     def position_prefix(self) -> str | None:
         """The text before the items by position that bind N; None if N is an axis, or nothing binds it."""
-        return next(
-            (prefix for prefix, step in self.steps() if isinstance(step, ItemsStep) and step.letter == "N"), None
-        )
+        steps = self.steps()
+        return next((text for text, step in steps if isinstance(step, ItemsStep) and step.letter == "N"), None)
 
 
 def wild_prefixes(text: str) -> list[str]:
@@ -223,7 +222,11 @@ def plan_of(layout: Layout) -> Plan:
             )
     if len(plan.states) > 1 and any(_RANK.search(place.address.files.text) for place in plan.states):
         raise UsageError(f"{layout.states}: files of ranks are no prompt and answer, whose tokens two addresses join")
-    plan.of_answers = _of_answers(plan.states[0], plan.states[-1])
+    # Answers with one prompt.
+    prompt, answer = plan.states[0], plan.states[-1]
+    extra = answer.trace_names - prompt.trace_names
+    if prompt.trace_names < answer.trace_names and extra <= {"sample", "K"}:
+        plan.of_answers = extra & answer.address.bound
     plan.names = frozenset.intersection(*(place.trace_names for place in plan.states)) | plan.of_answers
     plan.wild = frozenset.intersection(*(place.wild for place in plan.states)) - plan.states[0].crossed
     for place in plan.states:
@@ -234,13 +237,6 @@ def plan_of(layout: Layout) -> Plan:
             )
     _join(plan)
     return plan
-
-
-def _of_answers(prompt: Place, answer: Place) -> frozenset[str]:
-    """Return the names that tell answers with one prompt apart."""
-    names = answer.trace_names - prompt.trace_names
-    is_shared = prompt.trace_names < answer.trace_names and names <= {"sample", "K"}
-    return names & answer.address.bound if is_shared else frozenset()
 
 
 def _as_in_lines(entry: Address, places: Iterable[Place]) -> list[Address]:

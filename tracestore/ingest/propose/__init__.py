@@ -12,7 +12,7 @@ The way of a proposal, with what each step knows of the folder::
 | its field | `meanings` | words, kinds, ranks | extents |
 | how traces are told apart | `identities` | fields, patterns, ids | extents |
 | order of axes | `orders` | extents of leaves that are joined | words |
-| a layout, what is not proved, what is left out | `drafts`, `proofs`, `leftovers` | all of these | values of arrays |
+| a layout, what is not proved, what is left out | `drafts`, `proofs` | all of these | values of arrays |
 | what it gives | `trials` | values, by an `Execution` of the layout | names |
 | which of several are left | `candidates`, `proposal` | outcomes and refusals | names |
 """

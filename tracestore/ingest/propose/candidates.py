@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tracestore.errors import escape_unprintable
 from tracestore.ingest.execute.arrays import IS_MASKED
@@ -37,13 +36,12 @@ Refused = Mapping[str, Sequence[tuple[int, str]]]  # costs and reasons of drafts
 class Candidate:
     """A layout that gives traces, what it gives, and what is not proved of it."""
 
-    layout: Layout
     draft: Draft
     outcome: Outcome
 
     def __post_init__(self) -> None:
+        self.layout, self.left_out = self.draft.layout, self.draft.left_out
         self.unproved = _not_shown(self.layout, self.draft, self.outcome)
-        self.left_out = self.draft.left_out
 
     @property
     def is_proved(self) -> bool:
@@ -53,8 +51,9 @@ class Candidate:
     def lines(self) -> Iterator[str]:
         """Yield the `--field` lines of the layout."""
         for name, value in self.layout.to_entries().items():
-            values = value if name in ("records", "ignore") else [value]
-            yield from (f"--field {shlex.quote(escape_unprintable(f'{name} = {_plain(one)}'))}" for one in values)
+            for one in value if name in ("records", "ignore") else [value]:
+                text = one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
+                yield f"--field {shlex.quote(escape_unprintable(f'{name} = {text}'))}"
 
     def gives(self) -> str:
         """Return what the layout gives in a line."""
@@ -81,10 +80,6 @@ class Candidate:
         found += self.outcome.joins
         found += [f"not proved: {text}" for text in self.unproved]
         return found + [f"left out: {text}" for text in [*self.left_out, *self.draft.reasons][:_MAX_SHOWN]]
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _not_shown(layout: Layout, draft: Draft, outcome: Outcome) -> list[str]:
@@ -142,12 +137,9 @@ def _without_copies(found: list[Candidate]) -> list[Candidate]:
         text = str({k: _AXES.sub(lambda axes: axes[0].replace("N", "1"), str(v)) for k, v in entries.items()})
         text = text.replace("{chunk}", "{n}") if "question_id" in entries else text
         digest = str(number).encode() if candidate.outcome.is_partial else candidate.outcome.digest
-        best[text, digest] = min(best.get((text, digest), candidate), candidate, key=_num_doubts)
+        rivals = best.get((text, digest), candidate), candidate
+        best[text, digest] = min(rivals, key=lambda one: len(one.unproved) + len(one.left_out))
     return list(best.values())
-
-
-def _num_doubts(candidate: Candidate) -> int:
-    return len(candidate.unproved) + len(candidate.left_out)
 
 
 def _without_refuted(found: list[Candidate], files: Mapping[str, Path]) -> list[Candidate]:
@@ -157,8 +149,7 @@ def _without_refuted(found: list[Candidate], files: Mapping[str, Path]) -> list[
     where the mask leaves tokens out.
     """
     orders = [in_any_order(candidate.draft) for candidate in found]
-    are_alone = [orders.count(order) == 1 for order in orders]
-    shown = [set[str]() if alone else _shown_orders(c, files) for c, alone in zip(found, are_alone, strict=True)]
+    shown = [_shown_orders(c, files) if orders.count(in_any_order(c.draft)) > 1 else set[str]() for c in found]
     rivals = list(zip(orders, found, shown, strict=True))
     return [
         one

@@ -4,18 +4,19 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from tracestore.ingest.layout.fields import PROMPT_MASK
+from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation, rows_next_to
-from tracestore.ingest.propose.leftovers import left_over
 from tracestore.ingest.propose.looking import texts_of
-from tracestore.ingest.propose.meanings import STATES, Meaning, ask_label, is_of_bits, may_be_label, meaning_of
+from tracestore.ingest.propose.meanings import MODULE, STATES, Meaning, ask_label, is_of_bits, may_be_label, meaning_of
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame, extents_of, fitting, states_axes, unusual
-from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Case, Line
+from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Case, Line, left_over
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT
 from tracestore.store.vocabulary import (
@@ -63,6 +64,11 @@ class Draft:
     reasons: list[str] = field(default_factory=list)
     cost: int = 0
     contradiction: str = ""
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of the entries; UsageError if it is none."""
+        return parse_layout(self.entries, "proposal")
 
 
 class Drafter:
@@ -186,17 +192,18 @@ class Drafter:
     def _fields(self, states: Meaning, identity: Identity, frame: Frame) -> list[list[_Choice]]:
         """Return the lines that each field but the labels may have."""
         found: dict[str, tuple[Meaning, list[Line]]] = {}
-        meanings = [_of_ids(self._of_context(m, identity, frame), identity) for m in self.meanings if m is not states]
+        meanings = [self._in_place(m, identity, frame) for m in self.meanings if m is not states]
+        own = identity.id_leaf
         padded = {m.leaf.place: num for m in meanings if (num := self._num_padded(m, identity, frame)) is not None}
         # Lengths that leave out tokens come first, then leaves next to the states.
         for meaning in sorted(
             meanings,
             key=lambda m: (-padded.get(m.leaf.place, 0), m.leaf.files != states.leaf.files, -m.num_words, m.order),
         ):
-            name = meaning.field
-            if name in found or name not in _FIELDS or padded.get(meaning.leaf.place, 0) < 0:
+            name, leaf = meaning.field, meaning.leaf
+            if name in found or name not in _FIELDS or padded.get(leaf.place, 0) < 0:
                 continue
-            if name == "question_id" and not _needs_id(meaning, identity):
+            if name == "question_id" and (identity.mode == "ids" if own is None else leaf is not own):
                 continue
             if lines := self._lines(meaning, name, identity, frame):
                 found[name] = meaning, lines
@@ -232,9 +239,13 @@ class Drafter:
             for sizes in frame.matching(leaf, spot)
         ]
 
-    def _of_context(self, meaning: Meaning, identity: Identity, frame: Frame) -> Meaning:
-        """Return the length of a context: of a stack that of its rows, else that of a prompt, or none if it cannot be one."""
-        if meaning.field not in ("S.lengths", "prompt_length") or "context" not in words_of(meaning.leaf.key):
+    def _in_place(self, meaning: Meaning, identity: Identity, frame: Frame) -> Meaning:
+        """Return `ids` inside a trace as its tokens; the length of a context as that of rows, of a prompt, or none of both."""
+        leaf = meaning.leaf
+        if meaning.field == "question_id" and leaf.rank == 1 and leaf.number_kind == "i":
+            is_inside = identity.mode == "ids" and leaf is not identity.id_leaf and "id" in leaf.bound
+            return replace(meaning, field="tokens") if is_inside else meaning
+        if meaning.field not in ("S.lengths", "prompt_length") or "context" not in words_of(leaf.key):
             return meaning
         if not {"N", "(N S)"}.isdisjoint(frame.axes):
             return replace(meaning, field="S.lengths")
@@ -319,9 +330,10 @@ def _with_opposites(draft: Draft, used: Sequence[Meaning]) -> Iterator[Draft]:
     """Yield a draft, also with the only other word next to words of one side as their opposite."""
     yield draft
     for meaning in used:
-        if len(meaning.missing) == 1 and (is_correct := meaning.is_correct_otherwise) is not None:
+        sides = {score_of_word(str(value), CORRECT) for value in meaning.leaf.scalars} - {None}  # of the known words
+        if len(meaning.missing) == len(sides) == 1:
             (word,) = meaning.missing
-            words = {f"words.{word}": is_correct == ("correct" in meaning.verdicts[0])}
+            words = {f"words.{word}": (0.0 in sides) == ("correct" in meaning.verdicts[0])}
             doubts = [*draft.unproved, f"{word}: no known word, read as the opposite of the others"]
             yield replace(draft, entries=draft.entries | words, unproved=doubts)
 
@@ -359,22 +371,10 @@ def _without_class(value: Any) -> Any:
     return value.replace("{verdict}", "{kind}") if isinstance(value, str) else value
 
 
-def _of_ids(meaning: Meaning, identity: Identity) -> Meaning:
-    """Return integers `ids` inside a trace that something else tells apart as those of its tokens."""
-    leaf = meaning.leaf
-    is_list = meaning.field == "question_id" and leaf.rank == 1 and leaf.number_kind == "i"
-    is_inside = identity.mode == "ids" and leaf is not identity.id_leaf and "id" in leaf.bound
-    return replace(meaning, field="tokens") if is_list and is_inside else meaning
-
-
 def _choices(name: str, meaning: Meaning, lines: Sequence[Line]) -> list[_Choice]:
     """Return the lines of a field; none is a choice for what may be another output than weights of attention."""
     found: list[_Choice] = [(name, line, meaning) for line in lines]
-    return [*found, (name, None, meaning)] if name == "attentions" and meaning.is_of_module else found
-
-
-def _needs_id(meaning: Meaning, identity: Identity) -> bool:
-    return meaning.leaf is identity.id_leaf if identity.id_leaf is not None else identity.mode != "ids"
+    return [*found, (name, None, meaning)] if name == "attentions" and meaning.words.issuperset(MODULE) else found
 
 
 def _is_stacked(leaf: Leaf, identity: Identity) -> bool:

@@ -268,16 +268,12 @@ def _numbers_of_layers(family: Family, path: Path_, maps: Contexts) -> Family:
     is_inside = any(name == "id" or name[0] == "[" for name in where)
     last = (words_of(path[-1]) if path else ()) or ("",)
     is_said = COUNTED.get(last[-1]) == "layer"
-    values = (value for key, value in seen.keys.items() if _key(key) in family.members)
-    if last[-1] not in ("layers", "blocks") and not (is_inside and all(map(_may_be_layer, values))):
+    shapes = [value.dims for key, value in seen.keys.items() if _key(key) in family.members]
+    may_be_layers = all(0 < len(dims) < 3 or dims[:1] == (1,) for dims in shapes)  # each one layer, not all of them
+    if last[-1] not in ("layers", "blocks") and not (is_inside and may_be_layers):
         return family
     members = {name: {"layer": bound["id"]} for name, bound in family.members.items()}
     return Family(family.pattern.replace("{id}", "{layer}"), members, "" if is_said else NUMBERS)
-
-
-def _may_be_layer(seen: Seen) -> bool:
-    """Return whether a value may be one layer of a trace, not all of them."""
-    return 0 < len(seen.dims) < 3 or seen.dims[:1] == (1,)
 
 
 def _outer(where: dict[str, Any], bound: Mapping[str, Any]) -> dict[str, Any]:

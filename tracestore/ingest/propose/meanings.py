@@ -55,7 +55,7 @@ _AGAINST = {
     **dict.fromkeys(("generated_answer", "generated_answer_clean", "generated_text"), "references"),
 }
 _NEEDLESS = [tuple(name.split()) for name in NEEDLESS]
-_MODULE = ("self", "attn")  # of attention, whose output or weights an array may be
+MODULE = ("self", "attn")  # of attention, whose output or weights an array may be
 _PARTS = frozenset(("mlp", "q", "k", "v", "o", "qkv", "proj", "ln", "norm"))  # of the module, whose weights are others
 
 
@@ -103,17 +103,6 @@ class Meaning:
         return frozenset(word for step in steps for word in words_of(without_names(step)))
 
     @property
-    def is_of_module(self) -> bool:
-        """Return whether a word names the module of attention, which has other outputs than weights."""
-        return self.words.issuperset(_MODULE)
-
-    @property
-    def is_correct_otherwise(self) -> bool | None:
-        """Return whether an answer is correct that no known word of the column judges; None if they have two sides."""
-        sides = {score_of_word(str(value), CORRECT) for value in self.leaf.scalars} - {None}
-        return 0.0 in sides if len(sides) == 1 else None
-
-    @property
     def is_number_of_answer(self) -> bool:
         """Return whether a second id, next to a better one, may be the number of an answer."""
         is_id = self.field == "question_id" and self.leaf.number_kind == "i"
@@ -156,12 +145,7 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
         else:
             found.field, found.num_words = field, size
         return found
-    return _of_no_field(found)
-
-
-def _of_no_field(found: Meaning) -> Meaning:
-    """Add what a leaf without a word of a field may be: states by what binds them, or reference answers."""
-    leaf = found.leaf
+    # Without a word of a field, a leaf may be states by what binds them, or reference answers.
     is_layer = "dim" in leaf.bound or (leaf.rank and "layer" in leaf.bound)
     if leaf.number_kind in "fv" and is_layer and not SAYING["no states"] & found.words:
         found.field, found.num_words = "hidden_states", 1
@@ -178,7 +162,7 @@ def _reason(leaf: Leaf, siblings: frozenset[str]) -> str:
         phrase = max((phrase for phrase in _NEEDLESS if contains(words, phrase)), key=len, default=())
         is_said = leaf.rank >= 2 or k < len(leaf.path) or (len(phrase) > 1 and leaf.rank)
         is_part = phrase == ("last", "hidden", "state") and "states" not in siblings
-        is_attention = phrase == _MODULE and is_square and not _PARTS.intersection(words)
+        is_attention = phrase == MODULE and is_square and not _PARTS.intersection(words)
         if phrase and is_said and leaf.kind != "s" and not (is_part or is_attention):
             return NEEDLESS[" ".join(phrase)]
     return ""
@@ -212,13 +196,10 @@ def _field(words: tuple[str, ...], leaf: Leaf, siblings: frozenset[str]) -> tupl
         if not is_known and not is_letter and not is_flag and contains(words, phrase):
             best = next(((field, size) for field in fields if _takes(field, leaf)), best)
     is_vague = best[0] == "generated_answer" and words in (("text",), ("content",))
-    return ("question", best[1]) if is_vague and _asks(leaf, siblings) else best
-
-
-def _asks(leaf: Leaf, siblings: frozenset[str]) -> bool:
-    """Return whether texts are questions next to no other ones: each ends with a question mark."""
-    is_question = all(str(value).rstrip().endswith(("?", "？")) for value in leaf.scalars)
-    return is_question and bool(leaf.scalars) and siblings.isdisjoint(("question", *SYNONYMS["question"]))
+    # Texts are questions next to no other ones where each ends with a question mark.
+    asks = bool(leaf.scalars) and all(str(value).rstrip().endswith(("?", "？")) for value in leaf.scalars)
+    is_question = is_vague and asks and siblings.isdisjoint(("question", *SYNONYMS["question"]))
+    return ("question", best[1]) if is_question else best
 
 
 def is_of_bits(leaf: Leaf) -> bool:

@@ -8,18 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tracestore.ingest.layout.fields import FIELDS
-from tracestore.store.vocabulary import (
-    CLASSES,
-    COUNTED,
-    NEEDLESS,
-    SAYING,
-    SCORES,
-    SPLITS,
-    SYNONYMS,
-    is_class_correct,
-    is_named_as_verdict,
-    score_of_word,
-)
+from tracestore.store import vocabulary
 
 # The names of types, digests, such as 1ffa3228, and negative numbers are one piece. A sign follows no letter or digit.
 _TYPE = r"(?:(?:bf|fp|bfloat|float)(?:16|32)|b(?:ase)?64)(?![^\W_])"
@@ -68,15 +57,15 @@ def contains(words: Sequence[str], phrase: tuple[str, ...]) -> bool:
 @lru_cache(maxsize=1)
 def known_words() -> frozenset[str]:
     """Return the words of which names of fields and axes consist."""
-    synonyms = [name for names in SYNONYMS.values() for name in names]
-    names = [*FIELDS, *SYNONYMS, *synonyms, *NEEDLESS, *SCORES, "label", "labels"]
-    found = frozenset(word for name in names for word in words_of(name) if len(word) > 1) - SAYING["traces"]
-    return found | (COUNTED.keys() - {"d"}) | SAYING["plain"] | {"prompt", "answer", "response"}
+    synonyms = [name for names in vocabulary.SYNONYMS.values() for name in names]
+    names = [*FIELDS, *vocabulary.SYNONYMS, *synonyms, *vocabulary.NEEDLESS, *vocabulary.SCORES, "label", "labels"]
+    found = frozenset(word for name in names for word in words_of(name) if len(word) > 1) - vocabulary.SAYING["traces"]
+    return found | (vocabulary.COUNTED.keys() - {"d"}) | vocabulary.SAYING["plain"] | {"prompt", "answer", "response"}
 
 
 def unknown_words(name: str) -> list[str]:
     """Return the words of a name that name neither fields, axes and parts of data sets nor traces."""
-    words = known_words() | SAYING["traces"] | SPLITS | {"id", "batch"}
+    words = known_words() | vocabulary.SAYING["traces"] | vocabulary.SPLITS | {"id", "batch"}
     return [word for word in words_of(name) if word not in words and word.removesuffix("s") not in words]
 
 
@@ -164,13 +153,13 @@ def _classes(names: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return where names have a folder of one class next to that of the other one: correct/, or yes_hallucination/."""
     found: dict[tuple[int, str, str], dict[str, tuple[str, bool | None]]] = defaultdict(dict)
     for level, folder in {pair for name in names for pair in enumerate(name.split("/")[:-1])}:
-        if (is_correct := is_class_correct(folder)) is not None:
+        if (is_correct := vocabulary.is_class_correct(folder)) is not None:
             found[level, "", ""][folder] = folder, is_correct
         for match in _RUN_OF_LETTERS_OR_DIGITS.finditer(folder):
             front, back = folder[: match.start()], folder[match.end() :]
             around = (front + back).strip("_-. ")  # yes and no are answers to what is around them
-            is_class = not (around or match[0].isdecimal()) or is_named_as_verdict(around)
-            truth = CLASSES.get(match[0].lower()) if is_class else None
+            is_class = not (around or match[0].isdecimal()) or vocabulary.is_named_as_verdict(around)
+            truth = vocabulary.CLASSES.get(match[0].lower()) if is_class else None
             if truth is not None or front + back:
                 found[level, front, f"{back}/"][folder] = match[0], truth
     spans: dict[str, tuple[int, int]] = {}
@@ -252,13 +241,13 @@ def _word(token: str, *, is_counting: bool, is_glued: bool) -> tuple[str, str]:
     """Return what a word is, and what the number behind it counts."""
     words = words_of(token)
     last = words[-1] if words else ""
-    if is_counting and last in SAYING["traces"]:
+    if is_counting and last in vocabulary.SAYING["traces"]:
         return "#", ""
-    if is_counting and last in COUNTED:
-        return "", COUNTED[last]
-    if last in SPLITS:
+    if is_counting and last in vocabulary.COUNTED:
+        return "", vocabulary.COUNTED[last]
+    if last in vocabulary.SPLITS:
         return "split", ""
-    if score_of_word(last, None) is not None:
+    if vocabulary.score_of_word(last, None) is not None:
         return "verdict", ""
     return ("" if not is_glued and known_words().issuperset(words) else "?"), ""
 
@@ -343,7 +332,7 @@ def _is_pattern(piece: Piece, *, is_path: bool) -> bool:
     """Return whether a piece is a pattern also where it does not vary: a number that a word counts, or an id."""
     text, what = piece
     if what == "?":
-        return not is_path and any(char.isdigit() for char in text) and text.lower() not in SCORES
+        return not is_path and any(char.isdigit() for char in text) and text.lower() not in vocabulary.SCORES
     return what not in ("split", "verdict", "rank")
 
 

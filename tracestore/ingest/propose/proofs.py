@@ -1,15 +1,17 @@
-"""Proofs: what of a draft rules 15 to 23 do not support, in words."""
+"""Proofs: what of a draft rules 15 to 23 do not support, in words, and which leaves no line of it takes."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from tracestore.ingest.execute.accounts import looks_like_label
 from tracestore.ingest.layout.fields import PROMPT_MASK
 from tracestore.ingest.propose.identities import Identity, Places
-from tracestore.ingest.propose.leaves import NUMBERS, Leaf, Spot
-from tracestore.ingest.propose.meanings import Meaning, contradictions
+from tracestore.ingest.propose.leaves import NUMBERS, Leaf, Path_
+from tracestore.ingest.propose.looking import texts_of
+from tracestore.ingest.propose.meanings import Meaning, contradictions, may_be_label, may_be_score
 from tracestore.ingest.propose.names import NUMBERS_OF_NAMES, without_names, words_of
 from tracestore.ingest.propose.orders import Axes, Frame
 from tracestore.store.format import schema
@@ -76,7 +78,7 @@ class Case:
         """Return what is not proved."""
         known = (NUMBERS, NUMBERS_OF_NAMES) if self._are_all_layers else ()
         doubts = [doubt for doubt in self.identity.doubts if doubt not in known]
-        axes = [*self._of_layers(), *self._of_words(), *self._of_axes()]
+        axes = [*self._of_layers(), *self._of_axes()]
         return [*doubts, *self._of_files(), *self._of_names(), *axes, *self._of_values()]
 
     def _has(self, *names: str) -> bool:
@@ -162,20 +164,21 @@ class Case:
             yield "a residual next to hidden states: of two halves, as layers of vLLM return, the sum is the state"
 
     def _of_layers(self) -> Iterator[str]:
-        """Rule 18: L is proved by numbers of layers, or attention of as many."""
-        if "L" not in self.frame.axes or self._are_all_layers:
-            return
-        if self._has("attentions") and "L" not in self.lines["attentions"].axes:
-            yield "L: the attention has no layers"
-        elif not (self._has("attentions", "L.ids") or self.places.is_output(self.frame.leaf, self.frame.axes)):
-            yield "L: the extent alone gives the axis of the layers"
+        """Yield what is not proved of L, and what words leave open: whose state an id is of, and whether weights are of heads.
 
-    def _of_words(self) -> Iterator[str]:
-        """Yield what words leave open: whose state an id is of, and whether weights are those of heads."""
+        Rule 18: L is proved by numbers of layers, or attention of as many.
+        """
+        attention = self.lines["attentions"].axes if self._has("attentions") else None
+        is_open = "L" in self.frame.axes and not self._are_all_layers
+        if is_open and attention is not None and "L" not in attention:
+            yield "L: the attention has no layers"
+        elif is_open and not (
+            self._has("attentions", "L.ids") or self.places.is_output(self.frame.leaf, self.frame.axes)
+        ):
+            yield "L: the extent alone gives the axis of the layers"
         if self._may_be_moved():
             yield "tokens: a state may belong to the token before the one that it generated"
-        are_heads = self._has("attentions") and self.lines["attentions"].axes[-3:-2] == ("L",)
-        if are_heads and not SAYING["averaged"] & self._words("attentions"):
+        if attention is not None and attention[-3:-2] == ("L",) and not SAYING["averaged"] & self._words("attentions"):
             yield "attentions: no word says that heads are averaged: L may be the heads of one layer"
 
     def _may_be_moved(self) -> bool:
@@ -234,12 +237,13 @@ class Case:
     def _is_short(self) -> bool:
         """Return whether there are at most as many tokens as characters of the texts of a trace."""
         texts = [m.leaf for m in self.places.meanings if m.field in TEXTS and not m.leaf.rank]
-        own = [(leaf, spot) for leaf in texts for spot in leaf.spots if leaf.files == self.frame.leaf.files]
-        return not any(
-            (sizes.get("S") or 0) > _num_characters(texts, spot)
-            for leaf, spot in own
-            for sizes in self.frame.matching(leaf, spot)
-        )
+        for leaf in (leaf for leaf in texts if leaf.files == self.frame.leaf.files):
+            for spot in leaf.spots:
+                same = [one.value for other in texts for one in other.spots if one.where == spot.where]
+                most = max(sum(len(str(value)) for value in same if value is not None), 1)
+                if any((sizes.get("S") or 0) > most for sizes in self.frame.matching(leaf, spot)):
+                    return False
+        return True
 
     def _texts(self, name: str) -> list[Meaning]:
         """Return the texts that may be a field; an attribute of a whole file is none."""
@@ -293,7 +297,78 @@ class Case:
         yield from (text for text, is_open in doubts.items() if is_open)
 
 
-def _num_characters(texts: list[Leaf], spot: Spot) -> int:
-    """Return how many characters the texts of a trace have."""
-    same = [other for leaf in texts for other in leaf.spots if other.where == spot.where and other.value is not None]
-    return max(sum(len(str(one.value)) for one in same), 1)
+def left_over(
+    places: Places, states: Meaning, identity: Identity, used: Sequence[Meaning]
+) -> tuple[list[str], list[str], list[str]]:
+    """Return what is left out, what is ignored for a reason, and the addresses to ignore."""
+    taken = {meaning.leaf.place for meaning in used}
+    files = {files for files, _ in taken}
+    left_out = [f"{name}: {why}" for name, why in places.observation.unread.items()]
+    ignored: dict[str, list[Meaning]] = {name: [] for name in places.observation.files if name not in files}
+    for meaning in places.meanings:
+        leaf = meaning.leaf
+        if leaf.place in taken or _is_key(leaf, identity):
+            continue
+        if leaf.files not in files:
+            ignored[leaf.files].append(meaning)
+        else:
+            prefix = _unclaimed(leaf, [path for files, path in taken if files == leaf.files])
+            needs_line = _is_refused(leaf, prefix)
+            address = places.address(Leaf(leaf.files, prefix, "", 0), identity, states.leaf)
+            if needs_line and address is not None:
+                ignored.setdefault(address, []).append(meaning)
+            elif needs_line or _is_lost(meaning, identity, states):
+                left_out.append(str(leaf))
+    reasons = {address: _reason(address, meanings) for address, meanings in ignored.items()}
+    left_out += [address for address, reason in reasons.items() if not reason]
+    return left_out, [f"{address}: {reason}" for address, reason in reasons.items() if reason], list(ignored)
+
+
+def _is_key(leaf: Leaf, identity: Identity) -> bool:
+    """Return whether items bind a leaf."""
+    items = ((k, identity.items.get((leaf.files, leaf.path[: k + 1]), "")[1:-1]) for k in leaf.items_at)
+    pairs = ((k, pair.strip()) for k, text in items for pair in text.split(","))
+    return any(pair.endswith(f"={'/'.join(leaf.path[k + 1 :])}") for k, pair in pairs)
+
+
+def _unclaimed(leaf: Leaf, paths: Sequence[Path_]) -> Path_:
+    """Return the shortest beginning of a path that none of the others has."""
+    beginnings = (leaf.path[:size] for size in range(1, len(leaf.path)))
+    return next((b for b in beginnings if not any(path[: len(b)] == b for path in paths)), leaf.path)
+
+
+def _is_refused(leaf: Leaf, prefix: Path_) -> bool:
+    """Return whether the accounts refuse a leaf that no line names: an array, or what looks like a label."""
+    return bool(leaf.rank and leaf.kind != "s") or (prefix == leaf.path and looks_like_label(prefix[-1]))
+
+
+def _is_lost(meaning: Meaning, identity: Identity, states: Meaning) -> bool:
+    """Return whether a leaf may say something of a trace: what _is_asked() finds, or which answer it is, unless the first."""
+    leaf = meaning.leaf
+    is_answer = leaf.key == "sample" and leaf.files == states.leaf.files and not leaf.rank
+    return (is_answer and not {"0"}.issuperset(texts_of(leaf.scalars))) or _is_asked(meaning, identity, states)
+
+
+def _is_asked(meaning: Meaning, identity: Identity, states: Meaning) -> bool:
+    """Return whether a leaf that needs no line may say something of a trace, such as another id or a score."""
+    leaf = meaning.leaf
+    is_table = leaf.files != states.leaf.files and identity.mode == "stack" and not leaf.rank
+    if is_table and SAYING["numbers of rows"].issuperset(words_of(leaf.key)) and leaf.is_counter:
+        return False  # the number of each row repeats its place
+    if meaning.field == "question_id":
+        texts = [(spot.where.get("id"), texts_of([spot.value])) for spot in leaf.spots if not leaf.rank]
+        is_other = any(name is not None and found not in ([], [name]) for name, found in texts)
+        if is_other or not identity.ids.issuperset(texts_of(leaf.scalars)):
+            return True
+    may_be_verdict = may_be_label(leaf) or (leaf.files != states.leaf.files and may_be_score(leaf))
+    return not meaning.reason and (leaf.rank > 0 or (may_be_verdict and (not meaning.field or bool(meaning.verdicts))))
+
+
+def _reason(address: str, meanings: Sequence[Meaning]) -> str:
+    """Return why nothing needs what an address names, "" without a reason."""
+    reasons = {meaning.reason for meaning in meanings if meaning.leaf.rank and meaning.leaf.kind != "s"}
+    if reasons and "" not in reasons:
+        return min(reasons)
+    words = words_of(address.rpartition("/")[2].partition(".")[0])
+    is_plain = all(m.leaf.rank <= 1 and not m.verdicts and m.field != "question_id" for m in meanings)
+    return "settings" if " : " not in address and is_plain and not SAYING["settings"].isdisjoint(words) else ""

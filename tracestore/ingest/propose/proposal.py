@@ -11,7 +11,7 @@ from typing import Any
 from tracestore.errors import InvalidInputError, TracestoreError, escape_unprintable
 from tracestore.ingest.execute.claims import is_other
 from tracestore.ingest.layout.fields import PROMPT_MASK
-from tracestore.ingest.layout.language import Layout, parse_layout
+from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.candidates import Candidate, chosen, in_any_order
 from tracestore.ingest.propose.drafts import UNSHOWN, Draft, Drafter
@@ -131,24 +131,22 @@ def propose(files: Mapping[str, Path], settings: Mapping[str, Any] | None = None
     """
     observation = observe({name: path for name, path in files.items() if not is_other(name)})
     proposal = Proposal(observation)
-    layouts: dict[str, tuple[Layout, Draft]] = {}
-    for number, draft in enumerate(Drafter(observation).drafts()):
+    drafts: dict[str, Draft] = {}
+    for number, found in enumerate(Drafter(observation).drafts()):
         if number == _MAX_DRAFTS:
             proposal.num_more += 1
             break
+        draft = replace(found, entries=found.entries | dict(settings or {}))
         try:
-            layout = parse_layout({**draft.entries, **(settings or {})}, "proposal")
+            drafts.setdefault(draft.layout.to_toml(), draft)
         except TracestoreError as error:
             proposal.refusals.append(str(error))
-            continue
-        layouts.setdefault(layout.to_toml(), (layout, draft))
     # Those that explain most come first: a file that is left out counts more than what is below one.
-    ordered = sorted(layouts.values(), key=lambda pair: sum(1 + (" : " not in text) for text in pair[1].left_out))
+    ordered = sorted(drafts.values(), key=lambda draft: sum(1 + (" : " not in text) for text in draft.left_out))
     first = _first_files(files, observation)
-    found = _tried(proposal, ordered, files, first)
-    found.sort(key=lambda candidate: len(candidate.unproved))
-    proposal.candidates = found[:MAX_CANDIDATES]
-    proposal.num_more += len(found) - len(proposal.candidates)
+    candidates = sorted(_tried(proposal, ordered, files, first), key=lambda candidate: len(candidate.unproved))
+    proposal.candidates = candidates[:MAX_CANDIDATES]
+    proposal.num_more += len(candidates[MAX_CANDIDATES:])
     return proposal
 
 
@@ -166,27 +164,22 @@ def _first_files(files: Mapping[str, Path], observation: Observation) -> dict[st
     return {name: path for name, path in files.items() if name not in left_out}
 
 
-def _with_asked(layout: Layout, draft: Draft, refusal: str) -> Iterator[tuple[Layout, Draft]]:
+def _with_asked(draft: Draft, refusal: str) -> Iterator[Draft]:
     """Yield a draft with each value of the entry that the reason of its refusal asks for, or without refused flags of prompts.
 
-    None of them is proved; all have the further entries of the layout.
+    None of them is proved.
     """
-    known = layout.to_entries()
     for name in (PROMPT_MASK, *["prompt_length"] * (UNSHOWN in draft.unproved)):
         if f" {name}: " in refusal and name in draft.entries:
             address = draft.entries[name].partition(" -> ")[0]
-            parsed, entries = (
-                {n: v for n, v in of.items() if n != name} | {"ignore": [*of.get("ignore", ()), address]}
-                for of in (known, draft.entries)
-            )
-            more = replace(draft, entries=entries, left_out=[*draft.left_out, address])
-            yield parse_layout(parsed, "proposal"), more
+            entries = {n: value for n, value in draft.entries.items() if n != name}
+            entries["ignore"] = [*entries.get("ignore", ()), address]
+            yield replace(draft, entries=entries, left_out=[*draft.left_out, address])
     for pad, ids, prompt in _ASKED.findall(refusal):
         for value in [ids] if pad else _COUNTED:
-            if (name := pad or prompt) not in known:
-                asked, doubt = {name: json.loads(value)}, f"{name}: nothing in the files says {value}"
-                more = replace(draft, entries=draft.entries | asked, unproved=[*draft.unproved, doubt])
-                yield parse_layout(known | asked, "proposal"), more
+            if (name := pad or prompt) not in draft.entries:
+                entries, doubt = draft.entries | {name: json.loads(value)}, f"{name}: nothing in the files says {value}"
+                yield replace(draft, entries=entries, unproved=[*draft.unproved, doubt])
 
 
 def _explains_more(one: Sequence[str], other: Sequence[str]) -> bool:
@@ -196,18 +189,18 @@ def _explains_more(one: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def _tried(
-    proposal: Proposal, pairs: Sequence[tuple[Layout, Draft]], files: Mapping[str, Path], first: Mapping[str, Path]
+    proposal: Proposal, drafts: Iterable[Draft], files: Mapping[str, Path], first: Mapping[str, Path]
 ) -> list[Candidate]:
-    """Return the candidates among layouts.
+    """Return the candidates among drafts.
 
-    A layout that leaves out more than one that fits is none.
+    A draft that leaves out more than one that fits is none.
     """
     found: list[Candidate] = []
     refused: dict[str, list[tuple[int, str]]] = defaultdict(list)
     tries = 0
-    waiting = deque(pairs)
+    waiting = deque(drafts)
     while waiting:
-        layout, draft = waiting.popleft()
+        draft = waiting.popleft()
         if any(_explains_more(candidate.left_out, draft.left_out) for candidate in found):
             continue
         tries += 1
@@ -217,9 +210,9 @@ def _tried(
         try:
             if draft.contradiction:
                 raise InvalidInputError(draft.contradiction)
-            found.append(Candidate(layout, draft, try_layout(layout, first, is_partial=len(first) < len(files))))
+            found.append(Candidate(draft, try_layout(draft.layout, first, is_partial=len(first) < len(files))))
         except TracestoreError as error:
             proposal.refusals.append(str(error))
             refused[in_any_order(draft)].append((draft.cost, str(error)))
-            waiting.extendleft(_with_asked(layout, draft, str(error)))
+            waiting.extendleft(_with_asked(draft, str(error)))
     return chosen(found, refused, first)

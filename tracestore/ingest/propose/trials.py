@@ -116,16 +116,14 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     execution = Execution(plan_of(layout), files)
     outcome = Outcome(is_last_token=layout.states == "last_token", is_partial=is_partial)
     labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
-    sizes: list[tuple[int, int]] = []  # of each trace: tokens, and those of the prompt
+    # Of each trace: tokens, those of the prompt, the question, and the position in a file with the id.
+    facts: list[tuple[int, int, str, tuple[int, str]]] = []
     states: list[bytes] = []
-    ids: list[tuple[int, str]] = []  # with their positions in a file
     digest = hashlib.blake2b(str(sorted(layout.directions().items())).encode())
-    questions: list[str] = []
     try:
         for record in _records(execution, outcome):
-            sizes.append((record.num_tokens, record.prompt_length or 0))
-            questions.append(record.strings.get("question", ""))
-            ids.append((record.position, record.question_id))
+            place, question = (record.position, record.question_id), record.strings.get("question", "")
+            facts.append((record.num_tokens, record.prompt_length or 0, question, place))
             states.append(hashlib.blake2b(_content(record.hidden)).digest())
             digest.update(states[-1] + _content([getattr(record, name) for name in _VALUES]))
             _look_at(record, outcome)
@@ -134,17 +132,17 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
             for name, values in labels.items():
                 value = found.get(name, found.get(score_of(name)))
                 values += [] if value is None or math.isnan(value) else [value]
-        if not sizes:
+        if not facts:
             raise InvalidInputError("no trace was found")
         if not outcome.is_partial:
             outcome.joins = [line for line in execution.close() if " rows of " in line and " joined " in line]
     finally:
         execution.release()
-    outcome.num_tokens = (min(sizes)[0], max(sizes)[0])
-    outcome.has_passes = all(prompt > 1 for _, prompt in sizes) and len({size - prompt for size, prompt in sizes}) > 1
-    outcome.moved = _moved(execution.plan, ids, is_partial=outcome.is_partial)
-    prompts = [prompt for _, prompt in sizes]
-    outcome.counts_text = all(questions) and any(list(map(count, questions)) == prompts for count in TEXT_COUNTS)
+    sizes, prompts, questions, places = zip(*facts, strict=True)
+    outcome.num_tokens = (min(sizes), max(sizes))
+    outcome.has_passes = min(prompts) > 1 and len({size - prompt for size, prompt, *_ in facts}) > 1
+    outcome.moved = _moved(execution.plan, places, is_partial=outcome.is_partial)
+    outcome.counts_text = all(questions) and any(tuple(map(count, questions)) == prompts for count in TEXT_COUNTS)
     outcome.digest = digest.digest()
     outcome.has_copies = not outcome.is_last_token and len(set(states)) < len(states)
     outcome.counts = {name: (values.count(1), values.count(0), len(values)) for name, values in labels.items()}
