@@ -23,25 +23,18 @@ static int any_nonzero(const unsigned char *values, size_t itemsize, size_t n)
     return (any & (itemsize == 2 ? 0x7fff7fff7fff7fffu : itemsize == 4 ? 0x7fffffff7fffffffu : INT64_MAX)) != 0;
 }
 
-/* Set `position` to the first non-zero entry above the diagonal of a matrix. Returns 0 if there is none. */
-static int find_above_diagonal(const unsigned char *in, size_t itemsize, size_t S, size_t *position)
+/* Return 1 if every entry above the diagonal of a matrix is zero. */
+static int is_causal(const unsigned char *in, size_t itemsize, size_t S)
 {
-    for (size_t i = 0; i + 1 < S; i++) {
-        size_t first = i * S + i + 1;
-        if (!any_nonzero(in + first * itemsize, itemsize, S - i - 1))
-            continue;
-        while (!any_nonzero(in + first * itemsize, itemsize, 1))
-            first++;
-        *position = first;
-        return 1;
-    }
-    return 0;
+    for (size_t i = 0; i + 1 < S; i++)
+        if (any_nonzero(in + (i * S + i + 1) * itemsize, itemsize, S - i - 1))
+            return 0;
+    return 1;
 }
 
 static int is_causal_f16_generic(const ts_u16_unaligned *in, size_t S)
 {
-    size_t position;
-    return !find_above_diagonal((const unsigned char *)in, 2, S, &position);
+    return is_causal((const unsigned char *)in, 2, S);
 }
 
 #if defined(__x86_64__)
@@ -61,17 +54,13 @@ TS_TARGET_AVX512 static int is_causal_f16_avx512(const ts_u16_unaligned *in, siz
 }
 #endif
 
-int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S, size_t *position)
+int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S)
 {
     size_t itemsize = ts_dtype_bytes(dtype);
     for (size_t m = 0; m < count; m++) {
         const unsigned char *matrix = (const unsigned char *)in + m * S * S * itemsize;
-        if (dtype == TS_F16 && TS_KERNEL(is_causal_f16)((const ts_u16_unaligned *)matrix, S))
-            continue;
-        if (find_above_diagonal(matrix, itemsize, S, position)) {
-            *position += m * S * S;
+        if (!(dtype == TS_F16 ? TS_KERNEL(is_causal_f16)((const ts_u16_unaligned *)matrix, S) : is_causal(matrix, itemsize, S)))
             return 0;
-        }
     }
     return 1;
 }

@@ -20,11 +20,10 @@
 /**
  * Check whether matrices are causal: every entry above the diagonal is zero, of either sign.
  *
- * @param in        count matrices (S, S) of type dtype
- * @param position  set to the flat position of the first non-zero entry above a diagonal
+ * @param in  count matrices (S, S) of type dtype
  * @return 1 if all matrices are causal, else 0
  */
-int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S, size_t *position);
+int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S);
 
 /**
  * Copy the lower triangles of matrices.

@@ -5,38 +5,25 @@
 
 #include "simd.h"
 
-/* ts_select_in_range() for weights of 16 bits. */
-TS_INLINE size_t select16_body(const uint16_t *w, size_t n, int16_t limit, int16_t top, unsigned char *keep)
-{
-    unsigned kept = 0;
-    for (size_t p = 0; p < n; p++) {
-        int16_t bits = (int16_t)w[p];
-        int16_t ordered = (int16_t)(bits ^ ((bits >> 15) & 0x7fff));
-        unsigned char k = (unsigned char)((ordered > limit) & (ordered <= top));
-        keep[p] = k;
-        kept += k;
-    }
-    return kept;
-}
+/* Define the kernel of ts_select_in_range() for weights of so many bits. */
+#define DEFINE_SELECT(bits) \
+    TS_INLINE size_t select##bits##_body( \
+        const int##bits##_t *w, size_t n, int##bits##_t limit, int##bits##_t top, unsigned char *keep) \
+    { \
+        unsigned kept = 0; \
+        for (size_t p = 0; p < n; p++) { \
+            int##bits##_t ordered = (int##bits##_t)(w[p] ^ ((w[p] >> (bits - 1)) & INT##bits##_MAX)); \
+            keep[p] = (unsigned char)((ordered > limit) & (ordered <= top)); \
+            kept += keep[p]; \
+        } \
+        return kept; \
+    } \
+    TS_DEFINE_KERNEL(size_t, select##bits, \
+        (const int##bits##_t *w, size_t n, int##bits##_t limit, int##bits##_t top, unsigned char *keep), \
+        (w, n, limit, top, keep))
 
-/* ts_select_in_range() for weights of 32 bits. */
-TS_INLINE size_t select32_body(const uint32_t *w, size_t n, int32_t limit, int32_t top, unsigned char *keep)
-{
-    unsigned kept = 0;
-    for (size_t p = 0; p < n; p++) {
-        int32_t bits = (int32_t)w[p];
-        int32_t ordered = bits ^ ((bits >> 31) & 0x7fffffff);
-        unsigned char k = (unsigned char)((ordered > limit) & (ordered <= top));
-        keep[p] = k;
-        kept += k;
-    }
-    return kept;
-}
-
-TS_DEFINE_KERNEL(size_t, select16, (const uint16_t *w, size_t n, int16_t limit, int16_t top, unsigned char *keep),
-                 (w, n, limit, top, keep))
-TS_DEFINE_KERNEL(size_t, select32, (const uint32_t *w, size_t n, int32_t limit, int32_t top, unsigned char *keep),
-                 (w, n, limit, top, keep))
+DEFINE_SELECT(16)
+DEFINE_SELECT(32)
 
 /* Map the bits of a float to an integer of the same order. The function is its own inverse. */
 static int32_t to_ordered(uint32_t bits, enum ts_dtype dtype)
@@ -142,7 +129,7 @@ size_t ts_top_k_count(size_t n, double top_k)
 
 size_t ts_select_top_k(const float *weights, size_t n, double top_k, unsigned char *keep, float *scratch)
 {
-    size_t valid = 0, above = 0, kept = 0;
+    size_t valid = 0, above = 0;
     for (size_t p = 0; p < n; p++)
         if (!isnan(weights[p]))
             scratch[valid++] = weights[p];
@@ -162,7 +149,6 @@ size_t ts_select_top_k(const float *weights, size_t n, double top_k, unsigned ch
             keep[p] = 1;
             ties--;
         }
-        kept += keep[p];
     }
-    return kept;
+    return k;
 }

@@ -22,8 +22,8 @@ struct ts_edge_rule {
 struct ts_weight_range {
     enum ts_dtype dtype;
     int32_t limit, top; /* keep integers in (limit, top]; top is infinity, which NaN exceeds */
-    size_t (*select16)(const uint16_t *, size_t, int16_t, int16_t, unsigned char *);
-    size_t (*select32)(const uint32_t *, size_t, int32_t, int32_t, unsigned char *);
+    size_t (*select16)(const int16_t *, size_t, int16_t, int16_t, unsigned char *);
+    size_t (*select32)(const int32_t *, size_t, int32_t, int32_t, unsigned char *);
 };
 
 /**

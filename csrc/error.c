@@ -7,8 +7,6 @@ const char *ts_strerror(int code)
     case TS_ERR_NOMEM: return "out of memory";
     case TS_ERR_IO: return "input/output error";
     case TS_ERR_SIZE: return "wrong size";
-    case TS_ERR_CHECKSUM: return "checksum mismatch";
-    case TS_ERR_LAYOUT: return "inner chunks are not contiguous and in order";
     case TS_ERR_FAULT: return "mapped file was truncated";
     case TS_ERR_NODE: return "edge refers to a node outside its graph";
     case TS_ERR_RANGE: return "value overflows the output type";

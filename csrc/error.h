@@ -17,21 +17,18 @@ enum ts_error {
     TS_ERR_NOMEM = -1, /* an allocation failed */
     TS_ERR_IO = -2,    /* a system call failed; errno holds the reason */
 
-    /* Files that fail validation when they are opened */
-    TS_ERR_SIZE = -3,     /* the size of a file or buffer differs from the expected size */
-    TS_ERR_CHECKSUM = -4, /* a stored checksum does not match its bytes */
-    TS_ERR_LAYOUT = -5,   /* the inner chunks of a shard are not contiguous and in order */
+    TS_ERR_SIZE = -3,  /* the size of a file or buffer differs from the expected size */
+
+    /* Files that turn out to be damaged while they are read */
+    TS_ERR_FAULT = -4, /* a mapped file was truncated; see sigbus_guard.h */
+    TS_ERR_NODE = -5,  /* an edge refers to a node outside its graph */
 
     /* Arguments and values */
     TS_ERR_RANGE = -6,  /* a finite value overflows the output type */
     TS_ERR_BOUNDS = -7, /* an offset or a count lies outside its buffer */
     TS_ERR_DTYPE = -8,  /* the function does not support this element type */
 
-    /* Files that turn out to be damaged while they are read */
-    TS_ERR_FAULT = -9, /* a mapped file was truncated; see sigbus_guard.h */
-    TS_ERR_NODE = -10, /* an edge refers to a node outside its graph */
-
-    TS_ERR_LAST = -11 /* one below the last code */
+    TS_ERR_LAST = -9 /* one below the last code */
 };
 
 /**

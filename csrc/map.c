@@ -1,18 +1,27 @@
 #include "map.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "crc32c.h"
 #include "error.h"
 #include "sigbus_guard.h"
 #include "platform.h"
 
-int ts_map_descriptor(struct ts_map *map, int fd, int64_t expected_size)
+static int find_tail(void *context)
+{
+    struct ts_map *map = context;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), first = (map->size - 1) / page * page, last = map->size - 1;
+    while (last > first && map->base[last] == 0)
+        last--;
+    map->tail_byte = map->base[last];
+    map->tail = map->base + last;
+    return TS_OK;
+}
+
+int ts_map_open(struct ts_map *map, int fd, int64_t expected_size)
 {
     struct stat st;
     *map = (struct ts_map){0};
@@ -31,21 +40,7 @@ int ts_map_descriptor(struct ts_map *map, int fd, int64_t expected_size)
         return TS_ERR_IO;
     map->base = base;
     map->size = (size_t)st.st_size;
-    return TS_OK;
-}
-
-int ts_map_open(struct ts_map *map, const char *path, int64_t expected_size)
-{
-    /* O_NONBLOCK keeps open() from hanging if the path is a FIFO. */
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) {
-        *map = (struct ts_map){0};
-        return TS_ERR_IO;
-    }
-    int ret = ts_map_descriptor(map, fd, expected_size), saved = errno;
-    close(fd);
-    errno = saved;
-    return ret;
+    return ts_sigbus_guard(find_tail, map);
 }
 
 void ts_map_close(struct ts_map *map)
@@ -53,22 +48,6 @@ void ts_map_close(struct ts_map *map)
     if (map->base != NULL)
         munmap((void *)map->base, map->size);
     *map = (struct ts_map){0};
-}
-
-static int find_tail(void *context)
-{
-    struct ts_map *map = context;
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), first = (map->size - 1) / page * page, last = map->size - 1;
-    while (last > first && map->base[last] == 0)
-        last--;
-    map->tail_byte = map->base[last];
-    map->tail = map->base + last;
-    return TS_OK;
-}
-
-int ts_map_record_tail(struct ts_map *map)
-{
-    return map->base == NULL ? TS_OK : ts_sigbus_guard(find_tail, map);
 }
 
 int ts_map_is_intact(const struct ts_map *map)
@@ -121,30 +100,4 @@ void ts_map_prefetch(const void *begin, size_t bytes)
 void ts_map_evict(const void *begin, size_t bytes)
 {
     advise_pages(ts_advise_evict, begin, bytes);
-}
-
-static uint64_t load_le64(const unsigned char *p)
-{
-    uint64_t v = 0;
-    for (int i = 7; i >= 0; i--)
-        v = v << 8 | p[i];
-    return v;
-}
-
-int ts_shard_check(const unsigned char *base, size_t size, uint64_t num_chunks, uint64_t chunk_bytes)
-{
-    uint64_t data_bytes, index_bytes, total;
-    if (__builtin_mul_overflow(num_chunks, chunk_bytes, &data_bytes)
-        || __builtin_mul_overflow(num_chunks, (uint64_t)16, &index_bytes)
-        || __builtin_add_overflow(data_bytes, index_bytes, &total)
-        || __builtin_add_overflow(total, (uint64_t)4, &total) || total != size)
-        return TS_ERR_SIZE;
-    const unsigned char *index = base + data_bytes, *stored = index + index_bytes;
-    uint32_t crc = (uint32_t)stored[0] | (uint32_t)stored[1] << 8 | (uint32_t)stored[2] << 16 | (uint32_t)stored[3] << 24;
-    if (ts_crc32c(0, index, index_bytes) != crc)
-        return TS_ERR_CHECKSUM;
-    for (uint64_t k = 0; k < num_chunks; k++)
-        if (load_le64(index + 16 * k) != k * chunk_bytes || load_le64(index + 16 * k + 8) != chunk_bytes)
-            return TS_ERR_LAYOUT;
-    return TS_OK;
 }

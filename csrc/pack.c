@@ -26,11 +26,11 @@ int ts_pack_attention(struct ts_pack *p)
 {
     enum ts_dtype dtype = p->mean ? TS_F16 : p->stored_dtype;
     size_t H = p->mean ? 1 : p->H, S = p->S;
-    size_t values = H * (p->causal ? S * (S + 1) / 2 : S * S), bytes = values * ts_dtype_bytes(dtype), position;
+    size_t values = H * (p->causal ? S * (S + 1) / 2 : S * S), bytes = values * ts_dtype_bytes(dtype);
     p->scan = (struct ts_checksum_scan){.layer_crcs = p->scan.layer_crcs};
     for (size_t k = 0; k < p->L; k++) {
         unsigned char *out = p->out == NULL ? NULL : (unsigned char *)p->out + k * bytes;
-        if (p->causal && !ts_is_causal(p->sources[k], p->source_dtype, p->H, S, &position)) {
+        if (p->causal && !ts_is_causal(p->sources[k], p->source_dtype, p->H, S)) {
             p->causal = 0;
             return TS_OK;
         }

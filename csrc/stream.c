@@ -46,40 +46,29 @@ static inline void copy_line(unsigned char *d, const unsigned char *s)
     _mm_stream_si128((__m128i *)(d + 48), e);
 }
 
-void ts_stream_copy(void *dst, const void *src, size_t n)
+/* Copy n bytes, and prefetch `later`, or the source itself if that is NULL. */
+TS_INLINE void copy_ahead(unsigned char *d, const unsigned char *s, size_t n, const unsigned char *later)
 {
-    unsigned char *d = dst;
-    const unsigned char *s = src;
-    size_t head = (size_t)(-(uintptr_t)d & (LINE - 1));
-    if (n < head + LINE) {
-        memcpy(d, s, n);
-        return;
-    }
-    memcpy(d, s, head);
-    d += head, s += head, n -= head;
-    for (; n >= LINE; d += LINE, s += LINE, n -= LINE) {
-        _mm_prefetch((const char *)s + PREFETCH_BYTES, _MM_HINT_NTA);
-        copy_line(d, s);
-    }
-    memcpy(d, s, n);
-}
-
-void ts_stream_copy_ahead(void *dst, const void *src, size_t n, const void *later)
-{
-    unsigned char *d = dst;
-    const unsigned char *s = src, *ahead = later, *end = s + n;
+    const unsigned char *begin = s, *end = s + n;
     size_t head = (size_t)(-(uintptr_t)d & (LINE - 1));
     if (n >= head + LINE) {
         memcpy(d, s, head);
         d += head, s += head;
-        for (; end - s >= LINE; d += LINE, s += LINE, ahead += LINE) {
-            _mm_prefetch((const char *)ahead, _MM_HINT_T1);
+        for (; end - s >= LINE; d += LINE, s += LINE) {
+            if (later == NULL)
+                _mm_prefetch((const char *)s + PREFETCH_BYTES, _MM_HINT_NTA);
+            else
+                _mm_prefetch((const char *)later + (s - begin), _MM_HINT_T1);
             copy_line(d, s);
         }
     }
-    ts_prefetch(ahead, (size_t)((const unsigned char *)later + n - ahead));
+    if (later != NULL)
+        ts_prefetch(later + (s - begin), (size_t)(end - s));
     memcpy(d, s, (size_t)(end - s));
 }
+
+void ts_stream_copy(void *dst, const void *src, size_t n) { copy_ahead(dst, src, n, NULL); }
+void ts_stream_copy_ahead(void *dst, const void *src, size_t n, const void *later) { copy_ahead(dst, src, n, later); }
 
 void ts_stream_fence(void) { _mm_sfence(); }
 #else

@@ -4,13 +4,13 @@
 static void test_triangles(void)
 {
     for (size_t S = 1; S < 80; S = S < 9 ? S + 1 : 2 * S) {
-        size_t A = S * (S + 1) / 2, position = 0;
+        size_t A = S * (S + 1) / 2;
         uint16_t *square = calloc(2 * S * S, 2), *packed = malloc(2 * A * 2), *back = malloc(2 * S * S * 2);
         for (size_t m = 0; m < 2; m++)
             for (size_t i = 0; i < S; i++)
                 for (size_t j = 0; j <= i; j++)
                     square[(m * S + i) * S + j] = (uint16_t)(0x3000 + 7 * i + j + 31 * m);
-        CHECK(ts_is_causal(square, TS_F16, 2, S, &position) == 1);
+        CHECK(ts_is_causal(square, TS_F16, 2, S) == 1);
         ts_pack_triangle(square, 2, 2, S, packed);
         ts_unpack_triangle(packed, 2, 2, S, back);
         CHECK(memcmp(square, back, 2 * S * S * 2) == 0);
@@ -18,9 +18,9 @@ static void test_triangles(void)
         CHECK(ts_head_mean(square, TS_F16, 2, S, 1, mean) == TS_OK);
         if (S > 1) {
             square[1] = 0x8000; /* minus zero counts as zero */
-            CHECK(ts_is_causal(square, TS_F16, 2, S, &position) == 1);
+            CHECK(ts_is_causal(square, TS_F16, 2, S) == 1);
             square[S * S + S - 1] = 1;
-            CHECK(ts_is_causal(square, TS_F16, 2, S, &position) == 0 && position == S * S + S - 1);
+            CHECK(ts_is_causal(square, TS_F16, 2, S) == 0);
         }
         free(mean);
         free(square);

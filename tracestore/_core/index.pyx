@@ -3,8 +3,6 @@
 
 A lookup that is given the MappedFile of its arrays raises CorruptStoreError if the file was truncated,
 also if the truncation did not fault but gave zeros.
-
-One module of over 400 lines, because both tables share inline helpers on mapped arrays.
 """
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -14,7 +12,7 @@ from libc.string cimport memcpy
 from tracestore._core.csrc cimport (
     TS_ERR_BOUNDS, TS_ERR_FAULT, ts_map, ts_map_is_intact, ts_sigbus_fault, ts_sigbus_guard, ts_sigbus_guard_again
 )
-from tracestore._core.mapping cimport MappedFile, allocate, raise_fault, run_guarded
+from tracestore._core.mapping cimport MappedFile, allocate, raise_fault
 
 cdef extern from "index.h" nogil:
     struct ts_index_part:
@@ -30,105 +28,25 @@ cdef extern from "index.h" nogil:
     int64_t ts_index_build(const ts_index_part *part, uint32_t *table)
 
 
-cdef struct _Search:
-    const ts_index_part *part
-    const ts_map *map
-    const unsigned char *id
-    size_t id_bytes
-    int32_t sample
-    int64_t row
-
-
-cdef int _search(void *context) noexcept nogil:
-    cdef _Search *s = <_Search *>context
-    s.row = ts_index_find(s.part, s.id, s.id_bytes, s.sample)
-    return s.map == NULL or ts_map_is_intact(s.map)
-
-
-cdef class KeyTable:
-    """The keys (question id, sample) of one index part. Keeps its arrays alive.
-
-    Parameters
-    ----------
-    table : uint32
-        Hash table, empty or of a power of two of slots.
-    id_offsets : int64 (n + 1,)
-    ids : uint8
-        Question ids as UTF-8, one after another.
-    samples : int32 (n,)
-    mapped : MappedFile, optional
-        The file of the arrays.
-
-    Raises
-    ------
-    ValueError
-        If the sizes of the arrays disagree. Lookups raise it for values out of bounds.
-    """
-    cdef ts_index_part part
-    cdef MappedFile mapped
-    cdef const uint32_t[::1] table
-    cdef const int64_t[::1] id_offsets
-    cdef const unsigned char[::1] ids
-    cdef const int32_t[::1] samples
-
-    def __cinit__(self, const uint32_t[::1] table, const int64_t[::1] id_offsets,
-                  const unsigned char[::1] ids, const int32_t[::1] samples, MappedFile mapped=None):
-        cdef Py_ssize_t n = samples.shape[0]
-        self.mapped = mapped
-        self.table, self.id_offsets, self.ids, self.samples = table, id_offsets, ids, samples
-        if id_offsets.shape[0] != n + 1:
-            raise ValueError("id offsets do not match the ids")
-        if table.shape[0] & (table.shape[0] - 1) or (n > 0 and table.shape[0] < n):
-            raise ValueError("wrong size of the hash table")
-        self.part.num_traces = <uint64_t>n
-        self.part.table_size = <uint64_t>table.shape[0]
-        self.part.table = &table[0] if table.shape[0] else NULL
-        self.part.id_offsets = &id_offsets[0]
-        self.part.ids = &ids[0] if ids.shape[0] else NULL
-        self.part.id_bytes = <uint64_t>ids.shape[0]
-        self.part.samples = &samples[0] if n else NULL
-
-    cdef int64_t search(self, const unsigned char *id, size_t id_bytes, int32_t sample) except -3:
-        cdef _Search s
-        s.part, s.id, s.id_bytes, s.sample = &self.part, id, id_bytes, sample
-        s.map = NULL if self.mapped is None else &self.mapped.map
-        if run_guarded(_search, &s) != 1:
-            self.mapped.raise_truncated()
-        if s.row == TS_INDEX_CORRUPT:
-            raise ValueError("the hash table is corrupt")
-        return s.row
-
-
 def build_key_table(uint32_t[::1] table, const int64_t[::1] id_offsets, const unsigned char[::1] ids,
                     const int32_t[::1] samples) -> int:
     """Insert all keys into the hash table, zeros. Return -1, or the first row whose key is a duplicate."""
-    cdef KeyTable keys = KeyTable(table, id_offsets, ids, samples)
-    cdef ts_index_part part = keys.part
+    cdef ts_index_part part
     cdef uint32_t *slots
     cdef int64_t duplicate
-    cdef Py_ssize_t k
-    for k in range(samples.shape[0]):
+    cdef Py_ssize_t k, n = samples.shape[0], size = table.shape[0]
+    if id_offsets.shape[0] != n + 1 or size <= n or size & (size - 1):
+        raise ValueError("wrong size of the hash table, or of the offsets")
+    for k in range(n):
         if not 0 <= id_offsets[k] <= id_offsets[k + 1] <= ids.shape[0]:
             raise ValueError("id offsets out of bounds")
-    if table.shape[0] <= samples.shape[0]:
-        raise ValueError("wrong size of the hash table")
     slots = &table[0]
+    part.num_traces, part.table_size, part.id_offsets = n, size, &id_offsets[0]
+    part.ids = &ids[0] if ids.shape[0] else NULL
+    part.samples = &samples[0] if n else NULL
     with nogil:
         duplicate = ts_index_build(&part, slots)
     return duplicate
-
-
-def find_key(list tables, bytes question_id, int32_t sample) -> tuple[int, int]:
-    """Return the number of the KeyTable and the row of a key, or (-1, -1) if no table has it."""
-    cdef const unsigned char *data = question_id
-    cdef size_t size = len(question_id)
-    cdef Py_ssize_t part
-    cdef int64_t row
-    for part in range(len(tables)):
-        row = (<KeyTable>tables[part]).search(data, size, sample)
-        if row >= 0:
-            return part, row
-    return -1, -1
 
 
 cdef struct _Part:
@@ -137,15 +55,13 @@ cdef struct _Part:
     # Of the store of the part: the number of its first trace and segment, its segments, and the layouts it may have.
     int64_t first_trace, first_segment, num_segments
     uint32_t layouts
+    ts_index_part keys
     const int32_t *graph_segment
     const int32_t *graph_row
     const int32_t *num_tokens
     const uint8_t *layout
     const int32_t *sequence_segment
     const int32_t *sequence_row
-    const int64_t *id_offsets
-    const char *ids
-    int64_t id_bytes
     const int64_t *patch_trace
     const uint8_t *patch_group
     const int32_t *patch_segment
@@ -170,6 +86,7 @@ cdef const void *_column(list owners, dict arrays, str name, Py_ssize_t count, P
 cdef enum:
     _NO_TRACE = 1
     _CORRUPT = 2
+    _CORRUPT_TABLE = 3
     # Limit of the tokens of a trace: the edges of 1,000,000 layers then fit into 64 bits.
     _MAX_TOKENS = 1 << 20
 
@@ -185,21 +102,21 @@ cdef struct _Lookup:
     int64_t *out
     int64_t *begin  # first byte of each id in `ids`
     char *ids
+    # The key that is searched, of n bytes, and its trace.
+    const unsigned char *id
+    int32_t sample
+    int64_t found
 
 
 cdef class LocationTable:
-    """The locations of traces over all parts of an index.
+    """The keys and the locations of traces over all parts of an index.
 
     Parameters
     ----------
     parts : list of tuple
-        For each part in order: its first trace, its arrays by column name, and its MappedFile or None. If several
-        stores are numbered as one, four more values of its store: the numbers that its traces and its segments begin
-        with, and its num_segments and layouts.
-    num_segments : int
-        Number of segments of the store.
-    layouts : int
-        Bit k is set if attention of layout k is allowed.
+        For each part in order: its first trace, its arrays by column name, its MappedFile or None, and of its store,
+        because several stores may be numbered as one, the numbers that its traces and its segments begin with, the
+        number of its segments, and its layouts: bit k is set if attention of layout k is allowed.
 
     Raises
     ------
@@ -210,7 +127,7 @@ cdef class LocationTable:
     cdef Py_ssize_t num_parts
     cdef list owners
 
-    def __cinit__(self, list parts, int64_t num_segments, uint32_t layouts):
+    def __cinit__(self, list parts):
         cdef _Part *p
         cdef Py_ssize_t k
         self.owners = []
@@ -218,8 +135,7 @@ cdef class LocationTable:
         self.parts = <_Part *>allocate(self.num_parts, sizeof(_Part))
         for k in range(self.num_parts):
             p = &self.parts[k]
-            first, arrays, mapped, *of_store = parts[k]
-            p.first_trace, p.first_segment, p.num_segments, p.layouts = of_store or (0, 0, num_segments, layouts)
+            first, arrays, mapped, p.first_trace, p.first_segment, p.num_segments, p.layouts = parts[k]
             if mapped is not None:
                 self.owners.append(mapped)
                 p.map = &(<MappedFile?>mapped).map
@@ -230,9 +146,13 @@ cdef class LocationTable:
             p.layout = <const uint8_t *>_column(self.owners, arrays, "layout", p.count, 1)
             p.sequence_segment = <const int32_t *>_column(self.owners, arrays, "sequence_segment", p.count, 4)
             p.sequence_row = <const int32_t *>_column(self.owners, arrays, "sequence_row", p.count, 4)
-            p.id_bytes = len(arrays["id"])
-            p.id_offsets = <const int64_t *>_column(self.owners, arrays, "id_offsets", p.count + 1, 8)
-            p.ids = <const char *>_column(self.owners, arrays, "id", p.id_bytes, 1)
+            p.keys.num_traces, p.keys.table_size, p.keys.id_bytes = p.count, len(arrays["key_table"]), len(arrays["id"])
+            if p.keys.table_size & (p.keys.table_size - 1) or p.keys.table_size < p.keys.num_traces:
+                raise ValueError("wrong size of the hash table")
+            p.keys.table = <const uint32_t *>_column(self.owners, arrays, "key_table", p.keys.table_size, 4)
+            p.keys.id_offsets = <const int64_t *>_column(self.owners, arrays, "id_offsets", p.count + 1, 8)
+            p.keys.ids = <const unsigned char *>_column(self.owners, arrays, "id", p.keys.id_bytes, 1)
+            p.keys.samples = <const int32_t *>_column(self.owners, arrays, "sample", p.count, 4)
             p.patch_trace = <const int64_t *>_column(self.owners, arrays, "patch_trace", p.patches, 8)
             p.patch_group = <const uint8_t *>_column(self.owners, arrays, "patch_group", p.patches, 1)
             p.patch_segment = <const int32_t *>_column(self.owners, arrays, "patch_segment", p.patches, 4)
@@ -242,6 +162,13 @@ cdef class LocationTable:
 
     def __dealloc__(self):
         free(self.parts)
+
+    def find(self, bytes question_id, int32_t sample) -> int:
+        """Return the number of the trace with a key, or -1. ValueError with the number of the part if that is corrupt."""
+        cdef _Lookup call
+        call.id, call.n, call.sample = question_id, len(question_id), sample
+        self.run(_find, &call)
+        return call.found
 
     def look_up(self, const int64_t[::1] indices, int64_t[:, ::1] out) -> None:
         """Write the locations of traces, with the patches of later parts applied.
@@ -264,8 +191,8 @@ cdef class LocationTable:
         if out.shape[0] != indices.shape[0] or out.shape[1] != 6:
             raise ValueError(f"out: expected shape ({indices.shape[0]}, 6), found ({out.shape[0]}, {out.shape[1]})")
         if indices.shape[0]:
-            call.out = &out[0, 0]
-            self.run(_look_up, &call, indices)
+            call.out, call.indices, call.n = &out[0, 0], &indices[0], indices.shape[0]
+            self.run(_look_up, &call)
 
     def question_ids(self, const int64_t[::1] indices) -> list[str]:
         """Return the question ids of traces.
@@ -278,10 +205,11 @@ cdef class LocationTable:
         if n == 0:
             return found
         call.begin, call.ids = <int64_t *>allocate(n + 1, sizeof(int64_t)), NULL
+        call.indices, call.n = &indices[0], n
         try:
-            self.run(_measure_ids, &call, indices)
+            self.run(_measure_ids, &call)
             call.ids = <char *>allocate(call.begin[n], 1)
-            self.run(_copy_ids, &call, indices, True)
+            self.run(_copy_ids, &call, True)
             for k in range(n):
                 found.append(PyUnicode_DecodeUTF8(
                     call.ids + call.begin[k], <Py_ssize_t>(call.begin[k + 1] - call.begin[k]), "surrogatepass"))
@@ -290,12 +218,10 @@ cdef class LocationTable:
             free(call.ids)
         return found
 
-    cdef int run(self, int (*work)(void *) noexcept nogil, _Lookup *call, const int64_t[::1] indices,
-                 bint is_again=False) except -1:
-        """Run one of the functions below on `indices`, which must not be empty."""
+    cdef int run(self, int (*work)(void *) noexcept nogil, _Lookup *call, bint is_again=False) except -1:
+        """Run one of the functions below."""
         cdef int ret
         call.parts, call.num_parts, call.truncated = self.parts, self.num_parts, NULL
-        call.indices, call.n = &indices[0], indices.shape[0]
         ret = ts_sigbus_guard_again(work, call) if is_again else ts_sigbus_guard(work, call)
         if call.truncated == NULL:
             call.truncated = ts_sigbus_fault() if ret == TS_ERR_FAULT else NULL
@@ -305,6 +231,8 @@ cdef class LocationTable:
             raise IndexError(f"trace {call.failed}")
         if ret == _CORRUPT:
             raise ValueError(f"trace {call.failed}: invalid location")
+        if ret == _CORRUPT_TABLE:
+            raise ValueError("the hash table is corrupt", call.failed)
         if ret != 0:
             raise ValueError("id offsets out of bounds")
         return 0
@@ -320,6 +248,22 @@ cdef int _check_maps(_Lookup *call, int ret) noexcept nogil:
                 return ret
     call.truncated = NULL
     return ret
+
+
+cdef int _find(void *context) noexcept nogil:
+    cdef _Lookup *call = <_Lookup *>context
+    cdef Py_ssize_t k
+    cdef int64_t row
+    call.found = -1
+    for k in range(call.num_parts):
+        row = ts_index_find(&call.parts[k].keys, call.id, call.n, call.sample)
+        if row == TS_INDEX_CORRUPT:
+            call.failed = k
+            return _check_maps(call, _CORRUPT_TABLE)
+        if row >= 0:
+            call.found = call.parts[k].first + row
+            break
+    return _check_maps(call, 0)
 
 
 cdef int _look_up(void *context) noexcept nogil:
@@ -374,8 +318,8 @@ cdef int _measure_ids(void *context) noexcept nogil:
             return _check_maps(call, _NO_TRACE)
         p = &call.parts[part]
         row = call.indices[k] - p.first
-        begin, end = p.id_offsets[row], p.id_offsets[row + 1]
-        if not 0 <= begin <= end <= p.id_bytes:
+        begin, end = p.keys.id_offsets[row], p.keys.id_offsets[row + 1]
+        if not 0 <= begin <= end <= <int64_t>p.keys.id_bytes:
             return _check_maps(call, TS_ERR_BOUNDS)
         call.begin[k + 1] = call.begin[k] + end - begin
     return _check_maps(call, 0)
@@ -388,10 +332,10 @@ cdef int _copy_ids(void *context) noexcept nogil:
     cdef _Part *p
     for k in range(call.n):
         p = &call.parts[_part_of(call, call.indices[k])]
-        begin, length = p.id_offsets[call.indices[k] - p.first], call.begin[k + 1] - call.begin[k]
-        if begin < 0 or begin > p.id_bytes - length:
+        begin, length = p.keys.id_offsets[call.indices[k] - p.first], call.begin[k + 1] - call.begin[k]
+        if begin < 0 or begin > <int64_t>p.keys.id_bytes - length:
             return _check_maps(call, TS_ERR_BOUNDS)
-        memcpy(call.ids + call.begin[k], p.ids + begin, <size_t>length)
+        memcpy(call.ids + call.begin[k], p.keys.ids + begin, <size_t>length)
     return _check_maps(call, 0)
 
 

@@ -22,7 +22,6 @@ cdef extern from "simd.h" nogil:
 
 cdef extern from "float_convert.h" nogil:
     int ts_to_f16(const void *src, ts_dtype dtype, uint16_t *out, size_t n, size_t *position)
-    size_t ts_count_nonfinite(const void *src, ts_dtype dtype, size_t n)
 
 cdef extern from "attention.h" nogil:
     void ts_unpack_triangle(const void *src, size_t itemsize, size_t count, size_t S, void *out)
@@ -51,7 +50,7 @@ F64 = <int>TS_F64
 
 
 cdef enum:
-    CRC, TO_F16, NONFINITE, UNPACK, MEAN_ROWS
+    CRC, TO_F16, UNPACK, MEAN_ROWS
 
 
 # The arguments and the result of a call that runs under the guard.
@@ -70,8 +69,6 @@ cdef int _run(void *context) noexcept nogil:
         c.crc = ts_crc32c(c.crc, c.source, c.n)
     elif c.function == TO_F16:
         return ts_to_f16(c.source, c.dtype, <uint16_t *>c.out, c.n, &c.position)
-    elif c.function == NONFINITE:
-        c.position = ts_count_nonfinite(c.source, c.dtype, c.n)
     elif c.function == UNPACK:
         ts_unpack_triangle(c.source, c.itemsize, c.n, c.size, c.out)
     else:
@@ -138,15 +135,6 @@ def to_float16(source, int dtype, out) -> int:
     if ret != 0:
         raise_error(ret)
     return -1
-
-
-def count_nonfinite(source, int dtype) -> int:
-    """Return how many values are NaN or infinite."""
-    cdef _View v = _View(source)
-    cdef _Call c
-    c.dtype, c.n = <ts_dtype>dtype, <size_t>v.view.len // ts_dtype_bytes(<ts_dtype>dtype)
-    _call(&c, NONFINITE, v, None)
-    return c.position
 
 
 def unpack_triangle(source, size_t itemsize, size_t num_matrices, size_t num_tokens, out) -> None:

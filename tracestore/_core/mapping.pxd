@@ -10,9 +10,6 @@ cdef class MappedFile:
     cdef readonly str name
     cdef bint is_in_store
     cdef bytes path
-    cdef void *next_map
-    cdef void *previous_map
-    cdef void link(self) noexcept
     cdef int raise_truncated(self) except -1
 
 

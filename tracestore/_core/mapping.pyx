@@ -12,7 +12,7 @@ from cpython.buffer cimport (
 )
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.errno cimport errno
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc
 
 from tracestore._core.csrc cimport (
@@ -25,17 +25,14 @@ import os
 from tracestore.errors import TruncatedFileError, CorruptStoreError
 
 cdef extern from "map.h" nogil:
-    int ts_map_open(ts_map *map, const char *path, int64_t expected_size)
-    int ts_map_descriptor(ts_map *map, int fd, int64_t expected_size)
+    int ts_map_open(ts_map *map, int fd, int64_t expected_size)
     void ts_map_close(ts_map *map)
-    int ts_map_record_tail(ts_map *map)
     int ts_map_copy(const ts_map *map, size_t start, size_t num_bytes, void *out)
-    int ts_shard_check(const unsigned char *base, size_t size, uint64_t num_chunks, uint64_t chunk_bytes)
 
 cdef unsigned char _empty = 0
 
-# All MappedFiles of the process as a linked list. The GIL protects it.
-cdef void *_maps = NULL
+# The addresses of all MappedFiles of the process. The GIL protects them.
+cdef set _maps = set()
 
 
 # No garbage collection: objects cannot be part of a reference cycle, and __dealloc__ reads the fields.
@@ -86,26 +83,13 @@ cdef int run_guarded(int (*work)(void *) noexcept nogil, void *context) except? 
 
 cdef int raise_fault(const void *address) except -1:
     """Raise the exception of the truncated file that is mapped at an address."""
-    cdef void *link = _maps
     cdef MappedFile mapped
-    while link != NULL:
-        mapped = <MappedFile>link
+    for link in list(_maps):
+        mapped = <MappedFile><void *><size_t>link
         if <const unsigned char *>address >= mapped.map.base and (
                 <size_t>(<const unsigned char *>address - mapped.map.base) < mapped.map.size):
             mapped.raise_truncated()
-        link = mapped.next_map
     raise TruncatedFileError("a mapped file was truncated while it was read")
-
-
-cdef struct _Shard:
-    const unsigned char *base
-    size_t size
-    uint64_t num_chunks, chunk_bytes
-
-
-cdef int _check_shard(void *context) noexcept nogil:
-    cdef _Shard *s = <_Shard *>context
-    return ts_shard_check(s.base, s.size, s.num_chunks, s.chunk_bytes)
 
 
 cdef int _check_tail(void *context) noexcept nogil:
@@ -138,42 +122,28 @@ cdef class MappedFile:
 
     def __cinit__(self, path, int64_t expected_size=-1, str name=None, int fd=-1):
         cdef bytes encoded = os.fsencode(path)
-        cdef const char *file = encoded
-        cdef int ret
+        cdef int ret, opened = fd
         self.path, self.is_in_store = encoded, name is not None
         self.name = os.fsdecode(encoded) if name is None else name
-        with nogil:
-            if fd >= 0:
-                ret = ts_map_descriptor(&self.map, fd, expected_size)
-            else:
-                ret = ts_map_open(&self.map, file, expected_size)
-        if ret == TS_ERR_IO:
-            raise OSError(errno, os.strerror(errno), os.fsdecode(encoded))
-        if ret == TS_ERR_SIZE:
-            found = (os.fstat(fd) if fd >= 0 else os.stat(encoded)).st_size
-            raise ValueError(f"expected {expected_size} bytes, found {found}")
+        if fd < 0:  # O_NONBLOCK: the path may be that of a FIFO
+            opened = os.open(os.fsdecode(encoded), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            with nogil:
+                ret = ts_map_open(&self.map, opened, expected_size)
+            if ret == TS_ERR_IO:
+                raise OSError(errno, os.strerror(errno), os.fsdecode(encoded))
+            if ret == TS_ERR_SIZE:
+                raise ValueError(f"expected {expected_size} bytes, found {os.fstat(opened).st_size}")
+        finally:
+            if fd < 0:
+                os.close(opened)
         self.size = self.map.size
-        self.link()
-        with nogil:
-            ret = ts_map_record_tail(&self.map)
+        _maps.add(<size_t><void *>self)
         if ret != 0:
             self.raise_truncated()
 
-    cdef void link(self) noexcept:
-        global _maps
-        self.next_map = _maps
-        if _maps != NULL:
-            (<MappedFile>_maps).previous_map = <void *>self
-        _maps = <void *>self
-
     def __dealloc__(self):
-        global _maps
-        if self.next_map != NULL:
-            (<MappedFile>self.next_map).previous_map = self.previous_map
-        if self.previous_map != NULL:
-            (<MappedFile>self.previous_map).next_map = self.next_map
-        elif _maps == <void *>self:
-            _maps = self.next_map
+        _maps.discard(<size_t><void *>self)
         ts_map_close(&self.map)
 
     def __len__(self):
@@ -224,15 +194,3 @@ cdef class MappedFile:
         """Raise as `read` does if the file was truncated, so that views read before may hold zeros."""
         if self.map.base != NULL and ts_sigbus_guard(_check_tail, &self.map) != 1:
             self.raise_truncated()
-
-    def check_shard(self, uint64_t num_chunks, uint64_t chunk_bytes) -> None:
-        """Raise ValueError unless the file is an uncompressed Zarr shard of `num_chunks` contiguous inner
-        chunks of `chunk_bytes` with a valid index."""
-        cdef _Shard shard
-        cdef int ret
-        shard.base, shard.size, shard.num_chunks, shard.chunk_bytes = (
-            self.map.base, self.map.size, num_chunks, chunk_bytes)
-        with nogil:
-            ret = run_guarded(_check_shard, &shard)
-        if ret != 0:
-            raise ValueError(f"shard: {ts_strerror(ret).decode()}")

@@ -18,6 +18,9 @@ from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, uint8_t, uint64_t
 from libc.string cimport memchr, memcpy
 
+cdef extern from "Python.h":
+    double PyFloat_Unpack8(const char *data, int is_little_endian) except? -1.0
+
 from collections import deque
 
 from tracestore.errors import InvalidInputError
@@ -580,24 +583,14 @@ cdef class SafeUnpickler:
     # Values
 
     cdef str text(self, uint64_t count):
-        cdef const uint8_t *at
-        cdef object data
-        if count <= SMALL_BYTES:
-            at = self.source.next_bytes(count)
-            return self.decoded(<const char *>at, count)
-        # Counted before it is allocated, twice: as UTF-8 and as str.
-        self.live += 2 * count
-        if self.live > self.live_limit:
-            raise _invalid(TOO_MUCH_TEXT)
-        data = self.source.payload(count)
         try:
-            return str(data, "utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            raise _invalid("found text that is not utf-8") from None
-
-    cdef str decoded(self, const char *data, Py_ssize_t count):
-        try:
-            return PyUnicode_DecodeUTF8(data, count, "surrogatepass")
+            if count <= SMALL_BYTES:
+                return PyUnicode_DecodeUTF8(<const char *>self.source.next_bytes(count), count, "surrogatepass")
+            # Counted before it is allocated, twice: as UTF-8 and as str.
+            self.live += 2 * count
+            if self.live > self.live_limit:
+                raise _invalid(TOO_MUCH_TEXT)
+            return str(self.source.payload(count), "utf-8", "surrogatepass")
         except UnicodeDecodeError:
             raise _invalid("found text that is not utf-8") from None
 
@@ -657,11 +650,6 @@ cdef class SafeUnpickler:
         self.shrink_stack(size - count)
         return self.push(items, 64 + 8 * count)
 
-    cdef int push_dict(self, list items) except -1:
-        value = {}
-        self.set_items(value, items)
-        return self.push(value, 256)
-
     cdef int set_items(self, target, list items) except -1:
         cdef Py_ssize_t k
         if isinstance(target, self.value_type) and len(items) % 2 == 0:
@@ -682,8 +670,6 @@ cdef class SafeUnpickler:
         """Execute one opcode. Returns 1 if items are complete or the pickle ends, else 0."""
         cdef const uint8_t *at
         cdef list items
-        cdef uint64_t key
-        cdef double number
         self.num_opcodes += 1
         if self.num_opcodes > MAX_OPCODES:
             raise _invalid("the pickle has more opcodes than a file of traces")
@@ -761,8 +747,8 @@ cdef class SafeUnpickler:
                 return self.emit()
             self.live += 8
             items.append(value)
-        elif code == APPENDS:
-            if self.streaming and self.above_root() and self.mark == 1 and self.emit():
+        elif code == APPENDS or code == ADDITEMS:
+            if code == APPENDS and self.streaming and self.above_root() and self.mark == 1 and self.emit():
                 self.pop_mark()
                 return 1
             items = self.pop_mark()
@@ -778,7 +764,9 @@ cdef class SafeUnpickler:
                     return 1
             self.push({}, 256)
         elif code == DICT:
-            self.push_dict(self.pop_mark())
+            value = {}
+            self.set_items(value, self.pop_mark())
+            self.push(value, 256)
         elif code == SETITEM:
             items = [None, self.pop()]
             items[0] = self.pop()
@@ -787,8 +775,7 @@ cdef class SafeUnpickler:
             items = self.pop_mark()
             self.set_items(self.top(), items)
         elif code == BINFLOAT:
-            number = unpack_double(self.source.next_bytes(8))
-            self.push(number, 32)
+            self.push(PyFloat_Unpack8(<const char *>self.source.next_bytes(8), 0), 32)
         elif code == LONG1:
             self.push(self.long_(self.read_uint(1)), 100)
         elif code == LONG4:
@@ -844,10 +831,6 @@ cdef class SafeUnpickler:
             self.source.next_bytes(8)
         elif code == EMPTY_SET:
             self.push([], 64)
-        elif code == ADDITEMS:
-            items = self.pop_mark()
-            self.top_list().extend(items)
-            self.live += 8 * len(items)
         elif code == FROZENSET:
             items = self.pop_mark()
             self.push(items, 64 + 8 * len(items))
@@ -872,16 +855,6 @@ cdef class SafeUnpickler:
             self.completed = self.root[::-1]
             self.root.clear()
         return 1
-
-
-cdef double unpack_double(const uint8_t *at) noexcept:
-    cdef uint64_t bits = 0
-    cdef double value
-    cdef int k
-    for k in range(8):
-        bits = bits << 8 | at[k]
-    memcpy(&value, &bits, 8)
-    return value
 
 
 cdef int check_key(key) except -1:

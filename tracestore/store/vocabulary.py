@@ -63,11 +63,6 @@ class Field(NamedTuple):
         """Return whether its score is 0 or 1: the name reads as a claim, such as is_correct."""
         return self.kind == SCORE and self.name.startswith(("is_", "has_"))
 
-    @property
-    def may_be_other(self) -> bool:
-        """Return whether data sets have texts, lists and dicts under the name of this score, such as correct answers."""
-        return self.kind == SCORE and not self.is_claim and "score" not in self.name
-
 
 # The meaning of a high score by its name. The first ones have precedence where a table has several.
 PRIMARY_SCORES = {
@@ -156,23 +151,14 @@ _OLDER = tuple(
     ]
 )
 FIELDS = {field.name: field for field in (*_STATES, *_VALUES, *_OPTIONAL, *_LABELS, *_OLDER)}
-# Keys of a file of several traces, and of one layer of its graphs. A trace has none of them.
+# Keys of a file of several traces. A trace has none of them.
 FILE_FIELDS = {
     field.name: field
     for field in (
         Field("sequences", FLOATS, "N L D", "last token of every layer", "last_token"),
-        Field("graphs", OBJECT, "N L", "PyG Data, each with the fields of GRAPH_FIELDS", "hidden_states and edges"),
+        Field("graphs", OBJECT, "N L", "PyG Data", "hidden_states and edges"),
         Field("labels", LABEL, "N", "1: hallucinated, 0: correct", "label"),
         Field("question_ids", OBJECT, "N", "texts or integers", "question_id"),
-    )
-}
-GRAPH_FIELDS = {
-    field.name: field
-    for field in (
-        Field("x", FLOATS, "S D", "hidden states", "hidden_states"),
-        Field("edge_index", INTEGERS, "2 E", "source and target of each edge", "edges"),
-        Field("edge_attr", FLOATS, "E 1", "weights", "edges"),
-        *(Field(name, OBJECT) for name in ("num_nodes", "num_possible_edges", "num_filtered_edges", "filter_ratio")),
     )
 }
 
@@ -338,7 +324,8 @@ def is_other_value(name: str, value: Any) -> bool:
     field = FIELDS.get(name)
     is_text = isinstance(value, str) and _TEXT.search(value) is not None and _NUMBER_TEXT.fullmatch(value) is None
     is_other = is_text or isinstance(value, list | tuple | Mapping) or getattr(value, "ndim", 0) > 0
-    return is_other and field is not None and field.may_be_other and not is_verdict(value)
+    may_be_other = field is not None and field.kind == SCORE and not field.is_claim and "score" not in name
+    return is_other and may_be_other and not is_verdict(value)
 
 
 def _advice(key: str, value: Any) -> str:

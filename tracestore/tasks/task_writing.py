@@ -13,7 +13,8 @@ from tracestore.ingest.source_streams import TraceStream, read_sources, reading_
 from tracestore.store.format import paths, schema
 from tracestore.store.io import fsio
 from tracestore.store.io.local_folders import budget_beside
-from tracestore.store.write.commit import CommitTarget, open_target
+from tracestore.store.io.writing_folder import CommitTarget
+from tracestore.store.write.commit import open_target
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.pending import SegmentsAhead
 from tracestore.store.write.segment_writer import SegmentWriter

@@ -258,7 +258,7 @@ def test_a_location_of_a_damaged_index_is_not_one_of_the_next_store(pair):
                     segments = np.full(len(arrays["graph_segment"]), manifest.num_segments, "<i4")
                     arrays = arrays | {"graph_segment": segments}
                 parts.append((12 * number + begin, arrays, mapped, *of_store))
-        table = LocationTable(parts, store.internals.manifest.num_segments, 3)
+        table = LocationTable(parts)
         out = np.empty((1, 6), np.int64)
         table.look_up(np.array([12]), out)
         assert out[0, 0] == first.manifest.num_segments

@@ -22,7 +22,6 @@ PICKLE = (
     *("global_example_id", "batch_number", "cutoff_method", "tokens_before_cutoff", "tokens_after_cutoff"),
 )
 SEQUENCES, GRAPHS = ("sequences", "labels", "question_ids"), ("graphs", "labels", "question_ids")
-LAYERS = ("x", "edge_index", "edge_attr", "num_nodes", "num_possible_edges", "num_filtered_edges", "filter_ratio")
 
 
 def states(layers=3, tokens=5, dim=8, seed=0):
@@ -61,7 +60,7 @@ def values_of(trace):
 
 def test_every_key_of_the_families_is_in_the_table():
     assert set(PICKLE) <= vocabulary.FIELDS.keys()
-    assert {*SEQUENCES, *GRAPHS} <= vocabulary.FILE_FIELDS.keys() and set(LAYERS) == vocabulary.GRAPH_FIELDS.keys()
+    assert {*SEQUENCES, *GRAPHS} <= vocabulary.FILE_FIELDS.keys()
     assert schema.OPTIONAL_FIELDS.keys() <= vocabulary.FIELDS.keys()
     for field in vocabulary.FIELDS.values():
         assert set(field.shape.replace(" ", "")) <= set("LSDTHK12") and field.stored, field

@@ -14,6 +14,7 @@ from tracestore.data.batches.batch import BatchLayout, GraphBatch, SequenceBatch
 from tracestore.data.batches.batch_format import BatchFormat
 from tracestore.data.batches.buffers import Allocate, BatchBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.platform_support import has_memory_files
 from tracestore.store.format.ragged import checked_indices
 from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code, storage_dtype
 from tracestore.store.io.files import FilePrefetcher
@@ -43,8 +44,9 @@ class BatchJob(ABC):
     read_ahead_bytes = 0
     _sources: list[Any]
 
-    def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, batch_format: BatchFormat) -> None:
-        self._store, self._indices, self._targets, self._format = store, indices, targets, batch_format
+    def __init__(self, gatherer: "BatchGatherer", indices: np.ndarray) -> None:
+        self._gatherer, self._indices = gatherer, indices
+        self._store, self._targets, self._format = gatherer.store, gatherer.targets, gatherer.batch_format
         # The first byte of each tensor.
         self._offsets: dict[str, int] = {}
         self._look_up()
@@ -225,7 +227,7 @@ class BatchGatherer:
 
     def _look_up(self, indices: np.ndarray) -> BatchJob:
         job_class = SequenceJob if self.batch_format.view == "sequence" else GraphJob
-        return job_class(self.store, indices, self.targets, self.batch_format)
+        return job_class(self, indices)
 
     def hint_upcoming(self, indices: np.ndarray) -> Callable[[], None]:
         """Announce the chunks of a batch to the cache; see `ChunkCache.hint_upcoming`."""
@@ -279,8 +281,9 @@ class BatchGatherer:
         """
         job = self.job(indices)
         job.finalize_size()
-        if allocate is None and get_worker_info() is not None and shared_memory.is_available():
-            slot = shared_memory.acquire_slot(job.num_bytes)
+        # Without such files, torch shares the tensors of a worker in its own way.
+        if allocate is None and get_worker_info() is not None and has_memory_files():
+            slot = shared_memory.slots.acquire(job.num_bytes)
             job.set_buffer(BatchBuffer(slot.lease()))
             job.complete(job.native.run)
             return shared_memory.shared_batch(slot, job.layout(), job.metadata())

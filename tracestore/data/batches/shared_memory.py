@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 from tracestore._core.blocks import SharedBlock
 from tracestore.data.batches.batch import BatchLayout, TensorBatch
 from tracestore.data.batches.buffers import BatchBuffer
-from tracestore.platform_support import create_memory_file, has_memory_files, open_file_of_process
+from tracestore.platform_support import create_memory_file, open_file_of_process
 
 _SIZE_STEP = 4 << 20
 # A worker keeps this many idle slots: what a DataLoader fetches ahead by default, and a reserve.
@@ -51,13 +51,15 @@ class Slot:
 
 
 class SlotPool:
-    """The slots of one process."""
+    """The slots of this process."""
 
     def __init__(self) -> None:
         self.pid, self.slots = os.getpid(), list[Slot]()
 
     def acquire(self, num_bytes: int) -> Slot:
         """Return an idle slot of at least num_bytes, a new one if there is none."""
+        if self.pid != os.getpid():  # a forked process must not write into its parent's slots
+            self.pid, self.slots = os.getpid(), []
         idle = [s for s in self.slots if s.memory.is_free()]
         fitting = [s for s in idle if s.memory.num_bytes >= num_bytes]
         if fitting:
@@ -70,20 +72,7 @@ class SlotPool:
         return slot
 
 
-_pool = SlotPool()
-
-
-def is_available() -> bool:
-    """Return whether this system supports slots. If not, torch shares the tensors in its own way."""
-    return has_memory_files()
-
-
-def acquire_slot(num_bytes: int) -> Slot:
-    """Return an idle slot of this process."""
-    global _pool
-    if _pool.pid != os.getpid():  # a forked process must not write into its parent's slots
-        _pool = SlotPool()
-    return _pool.acquire(num_bytes)
+slots = SlotPool()
 
 
 def shared_batch(slot: Slot, layout: BatchLayout, metadata: dict[str, Any]) -> Any:

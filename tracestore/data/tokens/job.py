@@ -9,7 +9,6 @@ import numpy as np
 
 from tracestore._core import gather
 from tracestore.data.batches.batch import BatchLayout, TokenBatch
-from tracestore.data.batches.batch_format import BatchFormat
 from tracestore.data.batches.batch_jobs import BatchGatherer, BatchJob
 from tracestore.data.tokens.token_table import Tokens, TokenTable
 from tracestore.store.format.schema import dtype_code, storage_dtype
@@ -128,21 +127,10 @@ class TokenJob(BatchJob):
     """The job of a TokenBatch. `indices` are numbers of tokens of the table."""
 
     native: Any
-
-    def __init__(
-        self,
-        store: TraceStore,
-        indices: np.ndarray,
-        targets: np.ndarray,
-        batch_format: BatchFormat,
-        table: TokenTable,
-        arrays: OpenArrays,
-    ) -> None:
-        self._table, self._arrays = table, arrays
-        super().__init__(store, indices, targets, batch_format)
+    _gatherer: "TokenGatherer"
 
     def _look_up(self) -> None:
-        store = self._store
+        store, self._table = self._store, self._gatherer.table
         self._dtype = self._format.hidden_dtype(store)
         numbers, self._tokens = self._indices, self._table.locate(self._indices)
         self._indices = self._tokens.trace
@@ -150,7 +138,7 @@ class TokenJob(BatchJob):
         if store.codec == "none":
             # Rows are copied in the order of the store: addresses of neighbors are translated faster.
             order = self._table.store_order(numbers)
-            self._views = self._arrays.views(self._tokens.segment, self._tokens.row)
+            self._views = self._gatherer.arrays.views(self._tokens.segment, self._tokens.row)
             segment, row = self._tokens.segment[order], self._tokens.row[order]
             self.native = gather.RowJob(self._views, segment, row, *dtypes, order, len(order))
         else:
@@ -184,7 +172,7 @@ class TokenGatherer(BatchGatherer):
     arrays: OpenArrays
 
     def _look_up(self, indices: np.ndarray) -> BatchJob:
-        return TokenJob(self.store, indices, self.targets, self.batch_format, self.table, self.arrays)
+        return TokenJob(self, indices)
 
     def _chunk_keys(self, indices: np.ndarray) -> list[ChunkKey]:
         return [(*chunk.reader.key, chunk.number) for chunk in _chunks(self.store, self.table.locate(indices))]

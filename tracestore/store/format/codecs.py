@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-_ZSTD_LEVEL, _BLOSC_LEVEL = 3, 5
+ZSTD_LEVEL, BLOSC_LEVEL = 3, 5
 # Blosc 1, README_CHUNK_FORMAT.rst: version, version of the codec, flags, item size, decoded size, block size,
 # encoded size.
 _BLOSC_HEADER = struct.Struct("<BBBBIII")
@@ -25,9 +25,9 @@ def _codec(name: str, itemsize: int) -> Any:
 
     blosc.use_threads = False  # Blosc's threads would make the compressed bytes depend on the machine.
     if name == "zstd":
-        return Zstd(level=_ZSTD_LEVEL)
+        return Zstd(level=ZSTD_LEVEL)
     cname = name.removeprefix("blosc-")
-    return Blosc(cname=cname, clevel=_BLOSC_LEVEL, shuffle=Blosc.SHUFFLE, blocksize=0, typesize=itemsize)
+    return Blosc(cname=cname, clevel=BLOSC_LEVEL, shuffle=Blosc.SHUFFLE, blocksize=0, typesize=itemsize)
 
 
 class ChunkCodec:

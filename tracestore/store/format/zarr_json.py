@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from tracestore._core.kernels import crc32c
-
-_SHUFFLE, _BLOSC_LEVEL, _ZSTD_LEVEL = "shuffle", 5, 3
+from tracestore.store.format.codecs import BLOSC_LEVEL, ZSTD_LEVEL
 
 
 def _codec(name: str, **configuration: Any) -> dict[str, Any]:
@@ -30,9 +29,9 @@ def _compressors(name: str, itemsize: int) -> list[dict[str, Any]]:
     if name == "none":
         return []
     if name == "zstd":
-        return [_codec("zstd", level=_ZSTD_LEVEL, checksum=False)]
+        return [_codec("zstd", level=ZSTD_LEVEL, checksum=False)]
     cname = name.removeprefix("blosc-")
-    return [_codec("blosc", typesize=itemsize, cname=cname, clevel=_BLOSC_LEVEL, shuffle=_SHUFFLE, blocksize=0)]
+    return [_codec("blosc", typesize=itemsize, cname=cname, clevel=BLOSC_LEVEL, shuffle="shuffle", blocksize=0)]
 
 
 def _document(values: dict[str, Any], indent: int | None = 2) -> bytes:
@@ -93,7 +92,12 @@ def group_metadata(attributes: dict[str, Any]) -> bytes:
     return _document({"attributes": attributes, "zarr_format": 3, "node_type": "group"})
 
 
-def shard_index(chunks: Sequence[tuple[int, int]]) -> bytes:
+def shard_index(chunks: Sequence[tuple[int, int]] | np.ndarray) -> bytes:
     """Return the end of a shard: the index, which has the offset and the size of each inner chunk, and its CRC-32C."""
-    index = np.array(chunks, "<u8").tobytes()
+    index = np.asarray(chunks, "<u8").tobytes()
     return index + struct.pack("<I", crc32c(index))
+
+
+def contiguous_index(num_chunks: int, chunk_bytes: int) -> bytes:
+    """Return the end of a shard whose inner chunks have this size."""
+    return shard_index(np.stack([np.arange(num_chunks) * chunk_bytes, np.full(num_chunks, chunk_bytes)], axis=1))

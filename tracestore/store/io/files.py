@@ -13,7 +13,7 @@ from typing import Protocol, Self
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import paths, schema
-from tracestore.store.format.entries import FileEntry, FilesOf, Layers, PartialFile, size_mismatch
+from tracestore.store.format.entries import FileEntry, FilesOf, Layers, PartialFile
 from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from tracestore.store.io import fsio
 from tracestore.store.io.locks import Pin
@@ -104,18 +104,19 @@ class StoreFiles(Protocol):
         return False
 
     def read(self, entry: FileEntry) -> bytes:
-        """Return all bytes of a small file.
+        """Return all bytes of a small file; see map() for the errors."""
+        return self.map(entry).read(0, entry.size)
+
+    def map(self, entry: FileEntry) -> MappedFile:
+        """Return a memory map of a file.
 
         Raises
         ------
-        CorruptStoreError
+        ValueError
             If the file has another size than `entry`.
         OSError
             If it cannot be read; FileNotFoundError if it does not exist.
         """
-
-    def map(self, entry: FileEntry) -> MappedFile:
-        """Return a memory map of a file. ValueError if it has another size than `entry`; OSError as of read()."""
 
     def map_layers(self, entry: FileEntry, layers: Layers, data_bytes: int) -> PartialFile | None:
         """Return a map of a file whose layers are fetched when they are needed; None to map the whole file.
@@ -258,13 +259,6 @@ class LocalFiles(ReadableFiles):
     def close(self) -> None:
         """Do nothing."""
 
-    def read(self, entry: FileEntry) -> bytes:
-        """Return all bytes of a small file; see StoreFiles."""
-        data = self.read_small(entry.path, entry.size)
-        if len(data) != entry.size:
-            raise size_mismatch(entry, len(data))
-        return data
-
     def read_small(self, path: str, max_bytes: int) -> bytes:
         """See ReadableFiles."""
         fd = self.open(path)
@@ -278,9 +272,13 @@ class LocalFiles(ReadableFiles):
 
     def map(self, entry: FileEntry) -> MappedFile:
         """Return a memory map of a file; see StoreFiles."""
-        fd = self.open(entry.path)
+        return self.map_path(entry.path, entry.size)
+
+    def map_path(self, path: str, size: int = -1) -> MappedFile:
+        """Return a memory map of a file, which may have any size if `size` is -1."""
+        fd = self.open(path)
         try:
-            return MappedFile(self.root / entry.path, entry.size, self.prefix + entry.path, fd)
+            return MappedFile(self.root / path, size, self.prefix + path, fd)
         finally:
             os.close(fd)
 

@@ -10,15 +10,15 @@ from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.io import fsio, locks
-from tracestore.store.io.files import LocalFiles, ReadableFiles, RemoteURL, is_same_location
+from tracestore.store.io.files import LocalFiles, ReadableFiles, is_same_location
 from tracestore.store.io.ownership import FolderKind, classify_folder, remove_contents, remove_own, require_removed
 from tracestore.store.io.replacement import Replacement, open_replacement
-from tracestore.store.io.writing_folder import HasWritingFolder, WritingFolder, remove_abandoned, require_no_writer
+from tracestore.store.io.writing_folder import CommitTarget, WritingFolder, remove_abandoned, require_no_writer
 
 _ATTEMPTS = 100
 
 
-class FolderTarget(HasWritingFolder):
+class FolderTarget(CommitTarget):
     """A store on this machine, as a writer adds to it; see CommitTarget.
 
     Parameters
@@ -40,13 +40,11 @@ class FolderTarget(HasWritingFolder):
     """
 
     def __init__(self, path: Path, *, overwrite: bool, exist_ok: bool, keeps_replacement: bool) -> None:
-        self.location: Path | RemoteURL = path
-        self.path = path
+        self.location = self.path = path
         self._exist_ok, self._overwrite, self._keeps_replacement = exist_ok, overwrite, keeps_replacement
         self._replacement: Replacement | None = None
         self._own_lock: locks.WriterLock | None = None  # of a replacement, held until it replaces the store
-        self._is_created = self.is_begun = False
-        self.replaced_generation = 0
+        self._is_created = False
         self._added: list[str] = []  # what the commit has added, until it is the newest generation
 
     @property
@@ -117,7 +115,8 @@ class FolderTarget(HasWritingFolder):
             yield
         except BaseException:
             with contextlib.suppress(OSError):  # What is left is complete, and `tracestore clean` removes it.
-                self._discard()
+                for path in reversed(self._added):
+                    remove_own(self.path, path)
             raise
         finally:
             self._added = []
@@ -284,11 +283,6 @@ class FolderTarget(HasWritingFolder):
                 fsio.fsync_path(self.path / folder)
             for number, _ in reversed(removed):
                 remove_own(self.path, paths.manifest(number))
-
-    def _discard(self) -> None:
-        """Remove what a commit has added that did not become a generation."""
-        for path in reversed(self._added):
-            remove_own(self.path, path)
 
     def replace_existing(self) -> bool:
         """Move a replacement to the location of the old store; return False if there is no replacement."""

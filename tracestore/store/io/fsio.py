@@ -92,9 +92,6 @@ def pwritev_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     while remaining:
         written = os.pwritev(fd, remaining[:_MAX_IOVECS], offset)
         offset += written
-        if written == sum(map(len, remaining[:_MAX_IOVECS])):
-            del remaining[:_MAX_IOVECS]
-            continue
         while remaining and written >= len(remaining[0]):
             written -= len(remaining.pop(0))
         if written:

@@ -136,17 +136,14 @@ class Pin:
                 raise ValueError(f"larger than {max_bytes} bytes")
         return data
 
-    def close(self) -> None:
+    def close(self, close: Callable[[int], None] = os.close) -> None:
         """Release the pin; no-op if it is released already."""
+        # `close`: the globals of this module may be gone when the interpreter exits.
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            close(fd)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # The globals of this module may be gone when the interpreter exits.
-        if self._fd >= 0:
-            close(self._fd)
-            self._fd = -1
+    __del__ = close
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import os
 import shlex
 import stat
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
@@ -44,14 +45,13 @@ def classify_folder(store: Path) -> FolderKind:
     for attempt in range(_ATTEMPTS):
         before = _entries(store)
         try:
-            return _classify(store, None if before is None else sorted(before))
+            return _classify(store, before)
         except (UsageError, FileNotFoundError):
             # Another writer may be creating or removing the store.
             if before == _entries(store):
                 raise
         time.sleep(0.001 * attempt)
-    names = _entries(store)
-    return _classify(store, None if names is None else sorted(names))
+    return _classify(store, _entries(store))
 
 
 def check_store_destination(location: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -106,9 +106,10 @@ def _is_system_file(name: str) -> bool:
     return name == ".DS_Store" or name.startswith(".nfs")
 
 
-def _classify(store: Path, names: list[str] | None) -> FolderKind:
-    if names is None:
+def _classify(store: Path, entries: Mapping[str, tuple[int, int]] | None) -> FolderKind:
+    if entries is None:
         return FolderKind.ABSENT
+    names = sorted(entries)
     if not names or _is_unfinished(store, names):
         return FolderKind.EMPTY
     if not LocalFiles(store).has_root():
@@ -211,10 +212,6 @@ def remove_contents(store: Path, *, keep_lock: bool = False) -> None:
     The manifests are removed first and the root zarr.json last, so that an interruption leaves a store
     without traces.
     """
-    remove_own(store, "manifest")
-    for name in (paths.RECEIPTS, "index", "columns", "segments", f"{TEMPORARY_PREFIX}zarr.json", "zarr.json"):
+    names = ["manifest", paths.RECEIPTS, "index", "columns", "segments", f"{TEMPORARY_PREFIX}zarr.json", "zarr.json"]
+    for name in (*names, *filter(paths.is_writing_folder, os.listdir(store)), *([] if keep_lock else ["lock"])):
         remove_own(store, name)
-    for name in filter(paths.is_writing_folder, os.listdir(store)):
-        remove_own(store, name)
-    if not keep_lock:
-        remove_own(store, "lock")

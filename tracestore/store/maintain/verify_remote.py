@@ -1,7 +1,6 @@
 """Verification of every object of a remote store."""
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,12 +31,6 @@ class _DownloadedFiles(StoreFiles):
         """Return an empty file for an object."""
         file = self._files[path] = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - see clear
         return file
-
-    def read(self, entry: FileEntry) -> bytes:
-        """See StoreFiles."""
-        if entry.path not in self._files:
-            return self._cached.read(entry)
-        return os.pread(self._files[entry.path].fileno(), entry.size, 0)
 
     def map(self, entry: FileEntry) -> MappedFile:
         """See StoreFiles."""

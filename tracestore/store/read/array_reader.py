@@ -14,7 +14,7 @@ from tracestore.errors import CorruptStoreError, StorageError
 from tracestore.store.format import schema
 from tracestore.store.format.codecs import ChunkCodec
 from tracestore.store.format.entries import FileEntry, Layers, PartialFile
-from tracestore.store.format.zarr_json import array_metadata, shard_index, sharded_array
+from tracestore.store.format.zarr_json import array_metadata, contiguous_index, sharded_array
 from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.read.chunk_cache import ChunkCache, ChunkKey
 
@@ -178,8 +178,9 @@ class ArrayReader:
             if self._codec is not None:
                 self._offsets = self._coded_index(mapped, num_chunks, chunk_bytes)
                 return _Opened(mapped, np.zeros(0, self.dtype), ArrayView(np.zeros(0, self.dtype), 0, 1))
-            if partial is None:
-                mapped.check_shard(num_chunks, chunk_bytes)
+            index = b"" if partial else mapped.read(num_chunks * chunk_bytes, entry.size)
+            if index and index != contiguous_index(num_chunks, chunk_bytes):
+                raise ValueError("shard: the index is not that of contiguous inner chunks")
             flat = np.frombuffer(memoryview(mapped), self.dtype, num_rows * self.row_items)
             return _Opened(mapped, flat, ArrayView(mapped, num_rows, row_bytes), partial)
 
@@ -319,7 +320,7 @@ class ArrayReader:
         for layer, num_layer_rows in zip(layers.crcs.tolist(), np.diff(layers.ends).tolist(), strict=True):
             crc = crc32c_combine(crc, layer, num_layer_rows * row_bytes)
         crc = crc32c(bytes(num_chunks * chunk_bytes - num_rows * row_bytes), crc)
-        return crc32c(shard_index([(k * chunk_bytes, chunk_bytes) for k in range(num_chunks)]), crc)
+        return crc32c(contiguous_index(num_chunks, chunk_bytes), crc)
 
     def check_chunks(self) -> None:
         """Decode every inner chunk of a compressed array. CorruptStoreError names the first that is damaged."""

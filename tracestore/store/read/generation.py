@@ -100,22 +100,22 @@ def open_latest(files: ReadableFiles, preferred: int | None = None) -> PinnedGen
                 problem = problem or error
             except FileNotFoundError:
                 if numbers != before:
+                    problem = None
                     break  # A writer has removed it: a newer generation exists.
                 problem = problem or CorruptStoreError(f"{paths.manifest(number)}: missing")
-        else:
-            if files.generations()[:1] == numbers[:1]:
+        if problem is None and found is not None:
+            return found
+        if problem is not None and files.generations()[:1] == numbers[:1]:
+            if found is None:
                 files.require_root()
-                raise problem or CorruptStoreError(f"{files.location}: no readable generation")
+                raise problem
+            warnings.warn(
+                f"{files.location}: {problem}; reading generation {found.manifest.generation} instead",
+                TracestoreWarning,
+                stacklevel=4,
+            )
+            return found
         if found is not None:
-            if problem is None:
-                return found
-            if files.generations()[:1] == numbers[:1]:
-                warnings.warn(
-                    f"{files.location}: {problem}; reading generation {found.manifest.generation} instead",
-                    TracestoreWarning,
-                    stacklevel=4,
-                )
-                return found
             found.close()
         before = numbers
         backoff(attempt)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from tracestore._core.index import KeyTable, LocationTable, find_key
+from tracestore._core.index import LocationTable
 from tracestore.errors import CorruptStoreError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths, schema
@@ -122,7 +122,6 @@ class _Part(NamedTuple):
     """A mapped index part."""
 
     group: ZipGroup
-    keys: KeyTable
     origin: _Origin
     checked: Callable[[], AbstractContextManager[None]]  # turns the errors of a damaged part into CorruptStoreError
 
@@ -130,12 +129,9 @@ class _Part(NamedTuple):
 def _open_part(files: StoreFiles, ref: mf.PartRef, origin: _Origin) -> _Part:
     checked = partial(reading_committed, ref.path, prefix=files.prefix)
     with checked():
-        mapped = files.map(ref)
-        group = ZipGroup(mapped, mf.PART_DTYPES)
-        arrays = group.views()
-        mf.check_part(ref, {name: len(array) for name, array in arrays.items()})
-        keys = KeyTable(arrays["key_table"], arrays["id_offsets"], arrays["id"], arrays["sample"], mapped)
-    return _Part(group, keys, origin, checked)
+        group = ZipGroup(files.map(ref), mf.PART_DTYPES)
+        mf.check_part(ref, {name: len(array) for name, array in group.views().items()})
+    return _Part(group, origin, checked)
 
 
 class StoreIndex:
@@ -173,13 +169,11 @@ class StoreIndex:
     def _set_parts(self, manifest: mf.Manifest, origins: list[_Origin], parts: list[_Part]) -> None:
         self.manifest, self._origins, self._parts = manifest, origins, parts
         self._columns: dict[str, np.ndarray] = {}
-        self._keys = [part.keys for part in parts]
         self._first_trace = [p.first_trace for p in manifest.parts]
         self._first_segment = [p.first_segment for p in manifest.parts]
         self._first_source = [p.first_source for p in manifest.parts]
-        layouts = manifest.attributes.allowed_layouts
         try:
-            self._places = LocationTable(self.location_parts(), manifest.num_segments, layouts)
+            self._places = LocationTable(self.location_parts())
         except (ValueError, KeyError) as error:
             raise CorruptStoreError(f"{paths.manifest(manifest.generation)}: the index: {error}") from None
 
@@ -204,20 +198,16 @@ class StoreIndex:
         """Return the store index of a key, or -1."""
         encoded = question_id.encode("utf-8", "surrogatepass")
         try:
-            number, row = find_key(self._keys, encoded, sample)
-        except ValueError:
-            for part in self._parts:
-                with part.checked():
-                    find_key([part.keys], encoded, sample)
+            return self._places.find(encoded, sample)
+        except ValueError as error:
+            text, number = error.args
+            with self._parts[number].checked():
+                raise ValueError(text) from None
             raise
-        return -1 if number < 0 else self._first_trace[number] + row
 
     def has_any(self, keys: Sequence[tuple[str, int]]) -> bool:
         """Return whether the store has one of some keys."""
-        try:
-            return any(find_key(self._keys, text.encode("utf-8", "surrogatepass"), k)[0] >= 0 for text, k in keys)
-        except ValueError:
-            return any(self.find(*key) >= 0 for key in keys)  # names the damaged part
+        return any(self.find(*key) >= 0 for key in keys)
 
     def _look_up(self, look_up: Callable[[np.ndarray], T], indices: np.ndarray) -> T:
         """Look some traces up. CorruptStoreError names the index that is damaged."""
@@ -243,22 +233,8 @@ class StoreIndex:
     def row(self, index: int) -> TraceRow:
         """Return the locations of trace `index` (0 <= index < N), with the patches of later parts applied."""
         graph, graph_row, num_tokens, layout, sequence, sequence_row = self.locations(np.array([index]))[0].tolist()
-        number = bisect_right(self._first_trace, index) - 1
-        part, k = self._parts[number], index - self._first_trace[number]
-        try:
-            sample, source, position = (
-                int(part.group.read(name, k, k + 1)[0]) for name in ("sample", "source", "source_position")
-            )
-            if not 0 <= source < part.origin.manifest.num_sources:
-                raise ValueError(f"source: found {source} of {part.origin.manifest.num_sources}")
-        except ValueError:
-            with part.checked():
-                raise
-        source += part.origin.first_source
-        nonfinite = int(self.read_column("nonfinite")[index])
-        return TraceRow(
-            graph, graph_row, sequence, sequence_row, num_tokens, layout, nonfinite, sample, source, position
-        )
+        own = (int(self.read_column(name)[index]) for name in ("nonfinite", "sample", "source", "source_position"))
+        return TraceRow(graph, graph_row, sequence, sequence_row, num_tokens, layout, *own)
 
     def read_column(self, name: str) -> np.ndarray:
         """Return one of manifest.TRACE_COLUMNS for all traces, read-only, with patches applied."""

@@ -70,14 +70,6 @@ class DetachedTrace(OptionalFields):
     attention_dtype: str
     optional_fields: dict[str, Any]
 
-    @classmethod
-    def from_trace(cls, trace: "Trace") -> "DetachedTrace":
-        """Copy the fields of a trace whose arrays are private."""
-        arrays = {"hidden_states": "hidden_states_bits", "attention": "attention_packed_bits"}
-        missing = [bits for name, bits in arrays.items() if not trace._has_large(name)]
-        values: dict[str, Any] = {f.name: getattr(trace, f.name) for f in fields(cls) if f.name not in missing}
-        return cls(**values | dict.fromkeys(missing))
-
     def optional(self, name: str) -> Any:
         """Return a field of schema.OPTIONAL_FIELDS, or None."""
         return self.optional_fields.get(name)
@@ -154,7 +146,13 @@ class Trace(OptionalFields):
 
         CorruptStoreError if a file was truncated meanwhile.
         """
-        return DetachedTrace.from_trace(self._in_own_memory())
+        own, arrays = (
+            self._in_own_memory(),
+            {"hidden_states": "hidden_states_bits", "attention": "attention_packed_bits"},
+        )
+        missing = [bits for name, bits in arrays.items() if not self._has_large(name)]
+        values = {f.name: getattr(own, f.name) for f in fields(DetachedTrace) if f.name not in missing}
+        return DetachedTrace(**values | dict.fromkeys(missing))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copy, (self.copy(),)  # it is pickled as its copy

@@ -49,21 +49,9 @@ _File = tuple[str, int, float]
 NextUse = Callable[[str], int | None]
 
 
-def _started_at() -> float | None:
-    """Return when this machine was started, in seconds since the epoch; None if unknown."""
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return None if clock is None else time.time() - time.clock_gettime(clock)
-
-
-_STARTED_AT = _started_at()
-
-
-def _may_be_torn(file: Path) -> bool:
-    """Return whether a file was last used before the machine was started.
-
-    Some of its bytes may never have reached the disk.
-    """
-    return _STARTED_AT is not None and file.stat().st_mtime < _STARTED_AT
+# When this machine was started, in seconds since the epoch; None if unknown.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", None)
+_STARTED_AT = None if _CLOCK is None else time.time() - time.clock_gettime(_CLOCK)
 
 
 class FileServer(Protocol):
@@ -123,7 +111,8 @@ class DiskCache:
         """Return the path of a file if the cache has it and it needs no check."""
         path = self.folder / name
         try:
-            if _may_be_torn(path):
+            # Some bytes of a file that was last used before that may never have reached the disk.
+            if _STARTED_AT is not None and path.stat().st_mtime < _STARTED_AT:
                 return None
             os.utime(path)  # The access time orders the eviction.
         except FileNotFoundError:

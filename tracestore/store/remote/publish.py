@@ -15,7 +15,7 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.io import fsio
 from tracestore.store.io.files import ReadableFiles, RemoteURL, is_same_location
 from tracestore.store.io.local_folders import local_dir
-from tracestore.store.io.writing_folder import HasWritingFolder, WritingFolder, remove_abandoned
+from tracestore.store.io.writing_folder import CommitTarget, WritingFolder, remove_abandoned
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.remote.remote_files import RemoteFiles, cache_of_environment
 
@@ -24,7 +24,7 @@ _UPLOADS = 16
 _OWN_NAMES = {*paths.TOP_FOLDERS, paths.RECEIPTS, "zarr.json", "lock"}
 
 
-class RemoteTarget(HasWritingFolder):
+class RemoteTarget(CommitTarget):
     """A store on an object store, as a writer adds to it; see CommitTarget.
 
     There is no lock: `manifest/<generation>` is put under the condition that there is no such object. With
@@ -36,16 +36,13 @@ class RemoteTarget(HasWritingFolder):
         The local folder of temporary files.
     """
 
-    is_begun = False
-
     def __init__(self, address: RemoteURL, *, overwrite: bool, exist_ok: bool) -> None:
         self._object_store = ObjectStore(address)
         self._object_store.require_writable()
-        self.location: Path | RemoteURL = address
-        self.files = RemoteFiles(self._object_store, cache_of_environment())
+        self.location = address
+        self._files = RemoteFiles(self._object_store, cache_of_environment())
         self.path = local_dir(address)
         self._overwrite, self._exist_ok = overwrite, exist_ok
-        self.replaced_generation = 0
         self._newest = 0
         self._is_behind = False  # another writer has committed since the last look
         self._added: set[str] = set()  # what this writer has put
@@ -54,6 +51,11 @@ class RemoteTarget(HasWritingFolder):
         # zarr.json, if it is known, of generations whose writers have left nothing undone, and of a new store
         self._roots: dict[int | None, bytes | None] = {}
         self._superseded: list[str] = []  # what the last commit has superseded and remove_files() removes
+
+    @property
+    def files(self) -> RemoteFiles:
+        """The committed files."""
+        return self._files
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:

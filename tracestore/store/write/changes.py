@@ -7,10 +7,10 @@ from tracestore.errors import InvalidInputError, StoreLockedError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.provenance import Provenance, require_compatible
+from tracestore.store.io.writing_folder import CommitTarget
 from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.read.generation import PinnedGeneration
 from tracestore.store.read.index import SourceEntry, StoreIndex
-from tracestore.store.write.commit import CommitTarget
 from tracestore.store.write.keys import ComparedTrace, KeyResolver, OnConflict, groups_of
 from tracestore.store.write.pack import PackedTrace, fit_attributes
 from tracestore.store.write.pending import (

@@ -2,11 +2,10 @@
 
 import itertools
 import shlex
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +17,9 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zarr_json import group_metadata
 from tracestore.store.format.zip_group import pack_group
-from tracestore.store.io.files import ReadableFiles, RemoteURL
+from tracestore.store.io.files import RemoteURL
 from tracestore.store.io.folder_target import FolderTarget
+from tracestore.store.io.writing_folder import CommitTarget
 from tracestore.store.read.columns import join_columns, read_columns
 from tracestore.store.read.generation import PinnedGeneration, open_generation
 from tracestore.store.read.index import StoreIndex
@@ -30,105 +30,6 @@ from tracestore.store.write.written import WrittenSegment
 def root_metadata(attributes: schema.Attributes) -> bytes:
     """Return the bytes of the store's root zarr.json."""
     return group_metadata({"tracestore": attributes.to_json()})
-
-
-class CommitTarget(Protocol):
-    """The destination of a writer's commits: a folder or an object store. No file that was added is changed or renamed.
-
-    Attributes
-    ----------
-    location : Path or RemoteURL
-        As the caller named it.
-    is_begun : bool
-        Whether there is an unfinished store of an interrupted writer with `overwrite`.
-    replaced_generation : int
-        Number of the generation that the first one of a new store follows.
-    """
-
-    location: Path | RemoteURL
-    is_begun: bool
-    replaced_generation: int
-
-    @property
-    def path(self) -> Path:
-        """The folder that limits the space."""
-
-    @property
-    def scratch(self) -> Path:
-        """The folder for temporary files of this writer."""
-
-    @property
-    def files(self) -> ReadableFiles:
-        """The committed files."""
-
-    def opened(self) -> AbstractContextManager[None]:
-        """Prepare the location; the block loads the newest generation."""
-
-    def new_folder(self) -> Path:
-        """Return the path of a temporary folder for a segment, which does not exist."""
-
-    def lock(self) -> AbstractContextManager[None]:
-        """Exclude other commits where that is possible; if the block fails, remove what was added and not committed.
-
-        StoreLockedError if another process holds the lock for locks.LOCK_WAIT_S.
-        """
-
-    def has_changed(self, known: mf.Manifest) -> bool:
-        """Return whether the newest generation is another one."""
-
-    def sync_generations(self) -> None:
-        """Make the manifests durable that others have created."""
-
-    def newest(self) -> int:
-        """Return the number of the newest generation; 0 if the writer begins a store."""
-
-    def sync_tree(self, folder: Path) -> None:
-        """Make the files in a temporary folder durable, if add_segment() gives them their names."""
-
-    def take_segment(self, files: ReadableFiles, entries: Mapping[str, FileEntry], folder: Path, name: str) -> None:
-        """Prepare a segment of another store for add_segment(); `entries` has its files by their paths in it."""
-
-    def add_segment(self, folder: Path, name: str, files: Sequence[tuple[str, int, int]]) -> None:
-        """Add a complete segment unless it exists; `files` has path in the segment, size and CRC-32C of each file."""
-
-    def sync_segments(self) -> None:
-        """Make the names of the segments durable."""
-
-    def add_file(self, path: str, data: bytes) -> None:
-        """Add a small file unless it exists."""
-
-    def create_file(self, path: str, data: bytes) -> bool:
-        """Create a file that no generation names. Return False, with nothing changed, if another process has done so."""
-
-    def keep_file(self, path: str, data: bytes) -> None:
-        """Create or replace a file that no generation names, with `overwrite` in the store that is to be replaced."""
-
-    def remove_files(self, found: Sequence[str]) -> None:
-        """Remove files that no generation names, if they exist, with those that the last commit has superseded."""
-
-    def create_manifest(self, manifest: mf.Manifest) -> bool:
-        """Make a manifest the newest generation. Return False, with nothing changed, if another one has its number."""
-
-    def has_manifest(self, manifest: mf.Manifest) -> bool:
-        """Return whether exactly this manifest is a generation."""
-
-    def write_root(self, data: bytes) -> None:
-        """Write the root zarr.json of a store without commits."""
-
-    def begin(self, manifest: mf.Manifest, root: bytes) -> None:
-        """Complete what the writer of the newest generation may have left undone; `root` is zarr.json."""
-
-    def settle(self, manifest: mf.Manifest, root: bytes) -> None:
-        """Complete the newest generation: zarr.json, the copy of the manifest, and removal of earlier generations."""
-
-    def clear(self) -> None:
-        """Remove what an interrupted writer has left."""
-
-    def replace_existing(self) -> bool:
-        """Let the new store replace the existing one. Return False if that has happened or is not wanted."""
-
-    def close(self) -> None:
-        """Remove the temporary files."""
 
 
 def open_target(

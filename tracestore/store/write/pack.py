@@ -117,11 +117,6 @@ class PackedTrace:
         objects = _TRACE_OBJECTS + _TEXT_OBJECT * len(self.record.tokens_decoded or ())
         return objects + self.metadata_bytes + self.num_bytes
 
-    @property
-    def segment_bytes(self) -> int:
-        """Number of bytes by which it increases the size of a segment."""
-        return self.metadata_bytes + self.num_bytes
-
 
 def _stored(array: np.ndarray, keep: bool, name: str, scratch: Scratch) -> np.ndarray:
     """Return the array in the form in which it is stored: C-contiguous, float16 unless `keep`."""
@@ -275,8 +270,7 @@ def _pack_graph(trace: PackedTrace, arrays: _Arrays, attention: str, keep_dtype:
         arrays["edge_index"], arrays["edge_weight"], trace.edge_counts, trace.attention_dtype, trace.reversed_edges = (
             _pack_edges(record, keep_dtype, scratch)
         )
-        code = schema.dtype_code(trace.attention_dtype)
-        trace.num_nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays["edge_weight"])
+        trace.num_nonfinite += sum(_scan([a], trace.attention_dtype)[0] for a in arrays["edge_weight"])
         for name in ("edge_index", "edge_weight"):
             crcs = trace.room_for_layer_crcs(name, num_bytes_of(arrays[name]))
             trace.crcs[name] = _crc(arrays[name], crcs)

@@ -7,16 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tracestore._core.mapping import MappedFile
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.io.files import LocalFiles, ReadableFiles, RemoteURL, parse_location
 from tracestore.store.io.ownership import remove_own
-
-if TYPE_CHECKING:
-    from tracestore.store.remote.remote_files import RemoteFiles
+from tracestore.store.read.internals import open_files
 
 _MAX_RECEIPT_BYTES = 1 << 30
 _REQUESTS = 16  # at a time
@@ -51,11 +49,7 @@ class PlanFiles:
 
     def map(self, path: str) -> MappedFile:
         """Return a map of a file; FileNotFoundError if it does not exist."""
-        fd = self._local.open(path)
-        try:
-            return MappedFile(self._store / path, name=path, fd=fd)
-        finally:
-            os.close(fd)
+        return self._local.map_path(path)
 
     def sizes(self, found: Iterable[str]) -> dict[str, int]:
         """Return the sizes of the files of segments that exist; CorruptStoreError for what is not a file."""
@@ -82,7 +76,7 @@ class PlanFiles:
 
 
 class _RemotePlanFiles(PlanFiles):
-    def __init__(self, files: "RemoteFiles") -> None:
+    def __init__(self, files: Any) -> None:
         self.files, self._objects = files, files.object_store
         self._objects.require_writable()
         self.location = self._objects.address
@@ -112,7 +106,4 @@ def open_plan_files(store: str | os.PathLike[str]) -> PlanFiles:
     location = parse_location(store)
     if isinstance(location, Path):
         return PlanFiles(location)
-    # Imported here because remote stores need an extra.
-    from tracestore.store.remote.remote_files import RemoteFiles
-
-    return _RemotePlanFiles(RemoteFiles.open(location))
+    return _RemotePlanFiles(open_files(location))

@@ -58,7 +58,7 @@ class SegmentWriter:
     def append(self, trace: PackedTrace, attributes: schema.Attributes) -> None:
         """Append a trace and drop its arrays; `attributes` replaces those of the segment."""
         self.attributes = attributes
-        self.num_bytes += trace.segment_bytes
+        self.num_bytes += trace.metadata_bytes + trace.num_bytes
         self._write_arrays(trace)
         trace.has_states, trace.has_last_token = "hidden_states" in trace.arrays, "last_token" in trace.arrays
         trace.arrays = {}
