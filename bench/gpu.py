@@ -322,7 +322,7 @@ def run_sanitizer(device: str, work: Path) -> dict[str, Any]:
     program = shutil.which("compute-sanitizer")
     if device != "cuda" or program is None:
         return {"skipped": "compute-sanitizer is not installed" if device == "cuda" else "kernels need a GPU"}
-    check = "import torch; from tracestore.detectors.graph.self_check import fused_kernels_work as f; "
+    check = "import torch; from tracestore.detectors.graph.gine import fused_kernels_work as f; "
     words = [program, "--error-exitcode", "3", sys.executable, "-c", check + "assert f(torch.device('cuda', 0))"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=work)
     summary = (done.stdout.strip().splitlines() or [done.stderr[-200:]])[-1]

@@ -289,8 +289,8 @@ class Progress:
             self._bar = None
 
 
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"warning: {escape_unprintable(str(message))}", file=sys.stderr)
+def _print_error(origin: str, text: str) -> None:
+    print(f"{origin}: {escape_unprintable(text)}", file=sys.stderr, flush=True)
 
 
 def run_command(prog: str, command: Callable[[], int], *, as_json: bool = False, is_program: bool = False) -> int:
@@ -314,12 +314,11 @@ def run_command(prog: str, command: Callable[[], int], *, as_json: bool = False,
 
 
 def _exit_code(prog: str, command: Callable[[], int], as_json: bool) -> int:
-    raised: BaseException
     with warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", TracestoreWarning)
-        warnings.showwarning = _show_warning
+        warnings.showwarning = lambda message, *_: _print_error("warning", str(message))
         try:
             with needs():
                 return command()
@@ -327,26 +326,25 @@ def _exit_code(prog: str, command: Callable[[], int], as_json: bool) -> int:
             if not isinstance(ended.code, int | None):
                 raise
             return ended.code or 0
-        except TracestoreError as error:
-            raised, text, code = error, str(error), error.exit_code
-        except KeyboardInterrupt as error:
-            raised, text, code = error, str(error) or "interrupted", 128 + signal.SIGINT
-        except MemoryError as error:
-            raised, text, code = error, "out of memory", 1
-        except Exception as error:
-            if os.environ.get("TRACESTORE_DEBUG"):
-                raise
-            raised, text, code = (
-                error,
-                f"unexpected {type(error).__name__}: {error} (TRACESTORE_DEBUG=1 shows where)",
-                1,
-            )
+        except (Exception, KeyboardInterrupt) as error:
+            raised = error
+    code, text = 1, str(raised)
+    if isinstance(raised, TracestoreError):
+        code = raised.exit_code
+    elif isinstance(raised, KeyboardInterrupt):
+        code, text = 128 + signal.SIGINT, text or "interrupted"
+    elif isinstance(raised, MemoryError):
+        text = "out of memory"
+    elif os.environ.get("TRACESTORE_DEBUG"):
+        raise raised
+    else:
+        text = f"unexpected {type(raised).__name__}: {text} (TRACESTORE_DEBUG=1 shows where)"
     cause: BaseException | None = raised
     while cause is not None and not isinstance(cause, BrokenPipeError):
         cause = cause.__context__
     if cause is not None and process.closed_output():
         return 128 + signal.SIGPIPE
-    print(f"{prog}: {escape_unprintable(text)}", file=sys.stderr, flush=True)
+    _print_error(prog, text)
     if as_json:
         document = {"error": {"type": type(raised).__name__, "message": text, "exit_code": code}}
         print(json.dumps(document, indent=1), flush=True)

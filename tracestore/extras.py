@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 from tracestore.errors import MissingExtraError
@@ -106,12 +107,18 @@ def import_on_use(package: str, modules: Mapping[str, Sequence[str]], extra: str
 def require(extra: str) -> None:
     """Raise MissingExtraError unless every library of `extra` is installed. Import none of them."""
     for module in EXTRAS[extra]:
-        try:
-            is_installed = importlib.util.find_spec(module) is not None
-        except (ModuleNotFoundError, ValueError):  # ValueError: sys.modules holds None or a stub for it
-            is_installed = False
-        if not is_installed:
-            raise _missing(module, extra)
+        require_module(module, extra)
+
+
+def require_module(module: str, extra: str) -> ModuleSpec:
+    """Return where a library of `extra` is, without importing it; raise MissingExtraError unless it is installed."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ModuleNotFoundError, ValueError):  # ValueError: sys.modules holds None or a stub for it
+        spec = None
+    if spec is None:
+        raise _missing(module, extra)
+    return spec
 
 
 def _missing(module: str, extra: str | None) -> MissingExtraError:

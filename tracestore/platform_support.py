@@ -1,6 +1,6 @@
 """System interfaces of Linux, each with a fallback for other systems.
 
-Only this module and cgroup.py use these interfaces.
+Only this module uses these interfaces, and those of the memory limits of a cgroup (container).
 """
 
 import ctypes
@@ -8,16 +8,26 @@ import errno
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 _PROC = Path("/proc")
+_CGROUP, _MOUNT = _PROC / "self/cgroup", Path("/sys/fs/cgroup")
 _SHARED_MEMORY = Path("/dev/shm")
 _ZEROS = bytes(1 << 20)
 # Name of the system call that renames with a flag, its value for the current folder, and its flags: exchange the two
 # paths, and fail if the new one exists.
 _RENAME = {"linux": ("renameat2", -100, 2, 1), "darwin": ("renameatx_np", -2, 2, 4)}
+
+
+def _read(name: str) -> str | None:
+    """Return a text of the system, or None if there is no such file."""
+    try:
+        return (_PROC / name).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
 
 
 def num_processors() -> int:
@@ -29,9 +39,7 @@ def num_processors() -> int:
 
 def processor_features() -> list[str] | None:
     """Return the names of the instruction sets in /proc/cpuinfo, or None without that file."""
-    try:
-        text = (_PROC / "cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    if (text := _read("cpuinfo")) is None:
         return None
     lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
     return next((line.split(":", 1)[1].split() for line in lines), [])
@@ -39,20 +47,14 @@ def processor_features() -> list[str] | None:
 
 def memory_info() -> dict[str, int]:
     """Return the entries of /proc/meminfo in bytes. Return an empty dict without that file."""
-    try:
-        lines = (_PROC / "meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in lines)
+    pairs = (line.split(":", 1) for line in (_read("meminfo") or "").splitlines())
     return {name: int(value.split()[0]) * 1024 for name, value in pairs}
 
 
 def max_maps() -> int | None:
     """Return the maximum number of memory maps of a process, or None if unknown."""
-    try:
-        return int((_PROC / "sys/vm/max_map_count").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
+    text = (_read("sys/vm/max_map_count") or "").strip()
+    return int(text) if text.isdecimal() else None
 
 
 def is_in_memory(folder: Path) -> bool:
@@ -60,10 +62,7 @@ def is_in_memory(folder: Path) -> bool:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     device = folder.stat().st_dev
-    try:
-        lines = (_PROC / "self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return False
+    lines = (_read("self/mountinfo") or "").splitlines()
     kinds = {line.split()[2]: line.rpartition(" - ")[2].split()[0] for line in lines}
     return kinds.get(f"{os.major(device)}:{os.minor(device)}") in ("tmpfs", "ramfs")
 
@@ -116,11 +115,10 @@ def memory_use() -> MemoryUse:
 
     Other systems than Linux report the peak of the resident memory, and no pages of files.
     """
-    try:
-        _, resident, shared, _, _, data, _ = map(int, (_PROC / "self/statm").read_text().split())
-    except OSError:
+    if (text := _read("self/statm")) is None:
         peak = peak_memory()
         return MemoryUse(peak, 0, peak)
+    _, resident, shared, _, _, data, _ = map(int, text.split())
     page = resource.getpagesize()
     return MemoryUse((resident - shared) * page, shared * page, data * page)
 
@@ -156,12 +154,10 @@ def idle_processor_s() -> float | None:
 
     The time that a hypervisor gave to others counts as idle.
     """
-    try:
-        lines = (_PROC / "stat").read_text(encoding="ascii").splitlines()
-    except OSError:
+    if (text := _read("stat")) is None:
         return None
     allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    rows = [words for line in lines if (words := line.split())[0] in allowed]
+    rows = [words for line in text.splitlines() if (words := line.split())[0] in allowed]
     # The columns: name, user, nice, system, idle, iowait, irq, softirq, steal.
     return sum(int(row[4]) + int(row[5]) + int(row[8]) for row in rows) / os.sysconf("SC_CLK_TCK")
 
@@ -253,3 +249,59 @@ def _rename(one: Path, other: Path, kind: int) -> bool:
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code), str(one), None, str(other))
     return True
+
+
+def _limits(proc: Path, mount: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the folder and the limit in bytes of each memory cgroup (v1 or v2) of this process.
+
+    Limits that are not below the memory of the machine are left out.
+    """
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = mount / "memory" if controllers else mount
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        folder = root / path.strip("/")
+        # In a container the path may be the host's. The mount point is then the container's own cgroup.
+        for parent in [folder, *folder.parents]:
+            if parent == mount.parent:
+                break
+            try:
+                text = (parent / name).read_text().strip()
+            except OSError:
+                continue
+            if text.isdigit() and int(text) < total:
+                yield parent, int(text)
+
+
+def cgroup_limit(proc: Path = _CGROUP, mount: Path = _MOUNT) -> int | None:
+    """Return the lowest memory limit in bytes of this process's cgroup and its parents.
+
+    Return None if no limit is below the memory of the machine.
+    """
+    return min((limit for _, limit in _limits(proc, mount)), default=None)
+
+
+def cgroup_free(proc: Path = _CGROUP, mount: Path = _MOUNT) -> int | None:
+    """Return the bytes of anonymous memory that the processes of the cgroup can still allocate.
+
+    Return None if there is no limit. The page cache does not count, because the kernel can reclaim it.
+    """
+    free = []
+    for folder, limit in _limits(proc, mount):
+        try:
+            lines = (folder / "memory.stat").read_text().splitlines()
+        except OSError:
+            continue
+        stat = dict(line.split() for line in lines if len(line.split()) == 2)
+        # Child cgroups are included in total_rss (v1) and in anon (v2).
+        used = stat.get("total_rss") or stat.get("anon")
+        if used is not None:
+            free.append(max(0, limit - int(used)))
+    return min(free, default=None)

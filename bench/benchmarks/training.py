@@ -28,8 +28,7 @@ from tracestore.detectors.registry import make_model
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.optimizers import Adam
 from tracestore.oom.snapshot import seed_step
-from tracestore.train.step_graphs import StepGraphs
-from tracestore.train.step_inputs import StepInputs
+from tracestore.train.step_graphs import StepGraphs, StepInputs
 
 from .common import GRAPH_MODELS, STEP_SHAPES, Fixtures, measure_steps, wait_for_start
 

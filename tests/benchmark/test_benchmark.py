@@ -14,13 +14,12 @@ import tracestore
 from tests.detectors.plugins import install
 from tests.detectors.published.conftest import COUNT, make_labeled, write_published
 from tests.helpers import ROOT, command, error_of, make_traces, write_scores, write_store
+from tracestore.benchmark.fold_metrics import agreement
 from tracestore.benchmark.fold_runs import platt
-from tracestore.benchmark.label_sources import agreement
 from tracestore.benchmark.run import BenchmarkOptions, run_benchmark
 from tracestore.detectors import registry
-from tracestore.evaluation.clusters import adjusted_p_to
 from tracestore.evaluation.metrics import auroc
-from tracestore.evaluation.significance import holm
+from tracestore.evaluation.significance import adjusted_p_to, holm
 
 METRICS = ("auroc", "auprc", "prr", "risk_coverage_area", "brier", "ece", "within_group_auroc")
 CONTROLS = {"length", "group_rate", "probe_prompt", "mean_logprob"}

@@ -8,7 +8,7 @@ import torch
 
 from tests.detectors.test_gine import FORMS
 from tracestore.detectors import graph
-from tracestore.detectors.graph import gine, gine_cpu, self_check
+from tracestore.detectors.graph import gine, gine_cpu
 from tracestore.detectors.graph.gine import GINE
 
 
@@ -19,13 +19,13 @@ def kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, "tracestore.detectors.graph.gine_triton", stand_in)
     # The module may have been imported before.
     monkeypatch.setattr(graph, "gine_triton", stand_in, raising=False)
-    self_check.fused_kernels_work.cache_clear()
+    gine.fused_kernels_work.cache_clear()
     yield stand_in
-    self_check.fused_kernels_work.cache_clear()
+    gine.fused_kernels_work.cache_clear()
 
 
 def test_kernels_that_agree_are_used_without_a_warning(kernels, recwarn):
-    assert self_check.fused_kernels_work(torch.device("cpu"))
+    assert gine.fused_kernels_work(torch.device("cpu"))
     # Others warn of files that a test before has left open.
     assert not [w for w in recwarn.list if issubclass(w.category, RuntimeWarning)]
 
@@ -48,8 +48,8 @@ def test_kernels_that_differ_or_fail_are_replaced_with_one_warning(kernels, wron
         kernels.aggregate_backward = aggregate_backward
 
     with pytest.warns(RuntimeWarning, match="the plain operator, which is slower") as warned:
-        assert not self_check.fused_kernels_work(torch.device("cpu"))
-        assert not self_check.fused_kernels_work(torch.device("cpu"))
+        assert not gine.fused_kernels_work(torch.device("cpu"))
+        assert not gine.fused_kernels_work(torch.device("cpu"))
 
     assert len(warned) == 1
 
@@ -60,9 +60,9 @@ def test_the_comparison_is_repeated_after_an_out_of_memory_error(kernels):
 
     kernels.aggregate = aggregate
     with pytest.raises(torch.OutOfMemoryError):
-        self_check.fused_kernels_work(torch.device("cpu"))
+        gine.fused_kernels_work(torch.device("cpu"))
     kernels.aggregate = gine_cpu.aggregate
-    assert self_check.fused_kernels_work(torch.device("cpu"))
+    assert gine.fused_kernels_work(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("aggregation", ["sum", "mean"])

@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tracestore.evaluation.clusters import (
-    Resampling,
-    compare_pairs,
-    jackknife_error,
-    jackknife_interval,
-)
 from tracestore.evaluation.evaluate import RunScores
 from tracestore.evaluation.metrics import auroc
-from tracestore.evaluation.significance import holm, p_value
+from tracestore.evaluation.significance import (
+    Resampling,
+    compare_pairs,
+    holm,
+    jackknife_error,
+    jackknife_interval,
+    p_value,
+)
 
 
 def make_runs(num_groups=12, per_group=10, effect=1.0, group_effect=0.0, seed=0, noise_seed=0):

@@ -11,12 +11,9 @@ from sklearn.metrics import average_precision_score, brier_score_loss, roc_auc_s
 from tests.conftest import NUM_RESAMPLES
 from tracestore.console import nan_to_none
 from tracestore.evaluation import metrics
-from tracestore.evaluation.clusters import Resampling
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores, evaluate_runs
-from tracestore.evaluation.metric_table import format_table
-from tracestore.evaluation.significance import bootstrap_p, compare, delong, delong_p, holm, midranks
-from tracestore.pages.notebook import TrainingResults
-from tracestore.reports.detector_tables import model_table, pair_table, verdict
+from tracestore.evaluation.significance import Resampling, bootstrap_p, compare, delong, delong_p, holm, midranks
+from tracestore.reports.detector_tables import TrainingResults, format_table, model_table, pair_table, verdict
 
 
 def scored(y, logit, *, fold=0, trace=None, question=None, group=None, threshold=0.0, temperature=1.0):

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from tracestore.evaluation.metrics import auroc
-from tracestore.evaluation.selective import prediction_rejection_ratio, risk_coverage_area, within_group_auroc
+from tracestore.evaluation.metrics import auroc, prediction_rejection_ratio, risk_coverage_area, within_group_auroc
 
 
 def test_risk_coverage_area_is_the_mean_risk_over_coverages():

@@ -8,8 +8,7 @@ import tracestore
 from tests.helpers import command, error_of, make_traces
 from tracestore.errors import UsageError
 from tracestore.extract.hooks import capture
-from tracestore.extract.model import LanguageModel
-from tracestore.extract.model_lens import lens_of
+from tracestore.extract.model import LanguageModel, lens_of
 
 VOCABULARY, DIM = 97, 16
 

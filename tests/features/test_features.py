@@ -8,9 +8,8 @@ from tests.helpers import command, make_optional, make_trace, write_scores, writ
 from tracestore.data.tokens.answers import answer_span
 from tracestore.errors import DiskFullError, UsageError
 from tracestore.features import feature_table
-from tracestore.features.attention_features import SMALLEST
 from tracestore.features.feature_table import features, token_state_bits
-from tracestore.features.token_features import STATISTICS
+from tracestore.features.trace_features import SMALLEST, STATISTICS
 
 BEGIN = 3
 
@@ -94,7 +93,7 @@ def test_attention_in_blocks_equals_all_at_once(tmp_path, monkeypatch):
     store = write(tmp_path / "s.zarr")
     found = features(store, "attention", top_k=4)
     monkeypatch.setenv("TRACESTORE_CACHE_DIR", str(tmp_path / "other"))
-    monkeypatch.setattr("tracestore.features.attention_features._BLOCK_VALUES", 60)
+    monkeypatch.setattr("tracestore.features.trace_features._BLOCK_VALUES", 60)
     for name, values in features(store, "attention", top_k=4).items():
         np.testing.assert_allclose(values, found[name], rtol=1e-12)
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from tests.helpers import command, make_traces, write_store
 from tracestore.cli import command_parser
 from tracestore.cli.commands import predict
 from tracestore.console import Output
-from tracestore.detectors.checkpoint_file import DETECTOR_VERSION
 from tracestore.detectors.registry import MODELS
+from tracestore.detectors.saved import DETECTOR_VERSION
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
 from tracestore.inference import predict as scoring
 from tracestore.train.config import TrainConfig
@@ -86,7 +87,8 @@ def test_scores_of_the_test_split_equal_those_of_the_training(trained, tmp_path,
     expected = entry["test_scores"]
     detector, store = scoring.load_detector(run / name / "best.pt"), tracestore.open(path)
     indices = np.array(expected["trace_index"])
-    found = list(scoring.score_traces(detector, store, indices=indices, batch_size=8, num_threads=1))
+    config = replace(detector.options, batch_size=8, loader_threads=1)
+    found = list(scoring.score_traces(detector, store, config, indices=indices))
     assert np.concatenate([logits for _, logits in found]).tolist() == expected["logit"]
     assert np.concatenate([at for at, _ in found]).tolist() == expected["trace_index"]
     assert (detector.threshold, detector.temperature) == (entry["threshold"], entry["temperature"])
@@ -209,7 +211,7 @@ def test_scoring_splits_batches_that_do_not_fit(trained, tmp_path, monkeypatch):
     """A forward pass of more than two traces fails: the batch is halved, with the same scores."""
     path, run, _ = trained
     detector, store = scoring.load_detector(run / "gnn_det_lstm/best.pt"), tracestore.open(path)
-    some = {"indices": np.arange(8), "batch_size": 8}
+    some = {"config": replace(detector.options, batch_size=8), "indices": np.arange(8)}
     ((_, whole),) = scoring.score_traces(detector, store, **some)
     forward, limit, events = type(detector.model).forward, [2], []
 

@@ -37,7 +37,7 @@ def test_token_counts_are_checked_before_a_merge(tmp_path):
 
 def test_rows_beyond_a_segment_are_found_by_a_search_of_texts(tmp_path):
     pytest.importorskip("tornado")
-    from tracestore.serve.texts import FoldedTexts
+    from tracestore.serve.search import FoldedTexts
 
     path = _store_with(tmp_path, "graph_row", 255)
     with tracestore.open(path) as store, pytest.raises(CorruptStoreError, match="row 255 of 4"):

@@ -3,9 +3,8 @@
 import numpy as np
 import psutil
 
-from tracestore.cgroup import cgroup_limit
 from tracestore.oom.memory_limits import PeakMemoryMonitor, memory_limit
-from tracestore.platform_support import memory_use
+from tracestore.platform_support import cgroup_limit, memory_use
 
 
 def test_cgroup_limits_of_version_1_and_2(tmp_path):

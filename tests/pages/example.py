@@ -73,7 +73,6 @@ def example_plots(name=MALICIOUS[0]):
             x_label="token",
             y_label="layer",
             value_label=f"attention {name}",
-            is_diverging=True,
             x_names=[name] * 20,
         ),
         heat_map("Norms", rng.random((12, 20)), x_label="token", y_label="layer", value_label="norm"),

@@ -10,10 +10,12 @@ import tracestore
 from tests.browser import OpenPage
 from tests.helpers import make_optional, make_traces, write_store
 from tests.pages.example import MALICIOUS
-from tracestore.pages.notebook import BenchmarkResults, TrainingResults, fragment
+from tracestore.pages.notebook import fragment
+from tracestore.reports.benchmark_page import BenchmarkResults
+from tracestore.reports.detector_tables import TrainingResults
 
 SCREENSHOTS = Path(__file__).parent / "screenshots"
-TEST = {"num_traces": 60, "auroc": 0.8123, "auroc_interval": [0.7, 0.9], "auprc": 0.7, "brier": 0.2, "ece": 0.1, "accuracy": 0.75, "f1": 0.7}  # fmt: skip
+TEST = {"num_traces": 60, "auroc": 0.8123, "auroc_interval": [0.7, 0.9], "auprc": 0.7, "brier": 0.2, "ece": 0.1, "accuracy": 0.75, "f1": 0.7} | {"num_questions": 50, "auprc_interval": None, "precision": 0.7, "recall": 0.7}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,15 @@ def store(tmp_path_factory):
 
 def results():
     """Return results of training and of a benchmark, with malicious names."""
-    pair = {"first": MALICIOUS[0], "second": "lstm", "difference": 0.05, "interval": None, "p_holm": 0.02}
+    pair = {
+        "first": MALICIOUS[0],
+        "second": "lstm",
+        "difference": 0.05,
+        "interval": None,
+        "p": 0.01,
+        "p_holm": 0.02,
+        "method": "delong",
+    }
     trained = {
         "models": {MALICIOUS[0]: {"test": TEST}, "lstm": {"test": TEST}, "unfinished": {}},
         "probe": {"test": TEST},
@@ -44,11 +54,15 @@ def results():
         "within_group_auroc": float("nan"),
         "auprc": 0.7,
         "ece": 0.1,
+        "interval_by_group": None,
+        "num_without_score": 0,
     }
-    detector = {"kind": "probe", "peak_bytes": 2**20, "schemes": {"question": scheme}}
+    scheme |= dict.fromkeys(("prr", "risk_coverage_area", "brier"), 0.2)
+    detector = {"kind": "probe", "peak_bytes": 2**20, "fit_s": 1.0, "score_s": 1.0, "schemes": {"question": scheme}}
     entry = {
         "detectors": {MALICIOUS[0]: detector},
         "folds": {"schemes": ["question"]},
+        "comparisons": [],
         "skipped": {"lens": MALICIOUS[2]},
     }
     return TrainingResults(trained), BenchmarkResults({"stores": {MALICIOUS[1]: entry | {"num_traces": 60}}})

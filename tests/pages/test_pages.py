@@ -130,6 +130,6 @@ def test_plots_hold_their_numbers():
     spec = spec_of(plot("T", [Series("s", [0, 1, 2], values)], x_label="x", y_label="y"))
     assert spec["series"][0]["y"] == [0.123457, None, None]
     image = spec_of(heat_map("T", np.array([[0.0, 1.0], [np.nan, 0.5]]), x_label="x", y_label="y", value_label="v"))
-    assert image["image"] | {"levels": ""} == {"rows": 2, "columns": 2, "low": 0, "high": 1, "levels": "", "label": "v", "diverging": False}  # fmt: skip
+    assert image["image"] | {"levels": ""} == {"rows": 2, "columns": 2, "low": 0, "high": 1, "levels": "", "label": "v"}  # fmt: skip
     with pytest.raises(ValueError, match="at most 400"):
         heat_map("T", np.zeros((2, MAX_SIDE + 1)), x_label="x", y_label="y", value_label="v")

@@ -12,8 +12,7 @@ from tracestore.data.batches.batch_format import BatchFormat
 from tracestore.data.epoch import EpochPlanner
 from tracestore.detectors.registry import DEFAULT_MODELS
 from tracestore.errors import UsageError
-from tracestore.planning.measure import plan_micro_batches, plan_training
-from tracestore.planning.plan import TrainingPlan, largest_batch_factor
+from tracestore.planning.plan import TrainingPlan, largest_batch_factor, plan_micro_batches, plan_training
 from tracestore.platform_support import memory_use
 from tracestore.train.config import TrainConfig
 

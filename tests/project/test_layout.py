@@ -16,7 +16,7 @@ PACKAGE, TESTS = ROOT / "tracestore", ROOT / "tests"
 # Names in capitals are groups. Every package may import itself, the modules of BASE, and what its row lists. Only
 # commands import the detectors' wing; the packages of TORCH import torch.
 ROWS = """
-BASE: errors extras console pages process cgroup platform_support split words
+BASE: errors extras console pages process platform_support split words
 PARTS: _core store.trace_fields store.format store.html store.lens store.io store.remote store.read store.vocabulary
     store.write
 STORE: PARTS store.maintain

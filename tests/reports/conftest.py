@@ -44,7 +44,7 @@ def comparison(report):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(report.parent)
         runs = load_runs(folders)
-        write_comparison(compare_runs(runs), runs, path)
+        write_comparison(compare_runs(runs), runs, path, None, [])
     return path
 
 

@@ -8,8 +8,7 @@ import pytest
 from tests.pages.example import MALICIOUS
 from tests.reports.synthetic import MODELS, NUM_EPOCHS
 from tracestore.pages.plots import Series
-from tracestore.pages.svg import drawing
-from tracestore.reports.plot_files import write_plots
+from tracestore.reports.plot_files import drawing, write_plots
 from tracestore.store.io.fsio import read_json
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -12,9 +12,8 @@ import tracestore
 from tests.experiment.quiet import train_quietly
 from tests.helpers import make_traces, write_store
 from tracestore.console import nan_to_none
-from tracestore.evaluation import metric_table
 from tracestore.evaluation.store_split import make_split
-from tracestore.reports import comparison_page, curves
+from tracestore.reports import comparison_page, curves, detector_tables
 from tracestore.reports.controls import control_entries
 from tracestore.reports.run_page import RunFacts, report_page
 from tracestore.train.config import TrainConfig
@@ -93,7 +92,7 @@ def test_sections_begin_with_the_verdict_and_end_with_the_configuration(finished
         "Verdict", "Models", "Training", "Ranking", "Calibration", "Scores by class", "Layers", "Groups", "Lengths",
         "Most confident mistakes", "Runs", "Out of memory", "Memory and time", "Configuration",
     ]  # fmt: skip
-    best = max(metric_table.entries_of(finished[1]), key=lambda item: item[1]["test"]["auroc"])[0]
+    best = max(detector_tables.entries_of(finished[1]), key=lambda item: item[1]["test"]["auroc"])[0]
     assert f"{best} has the highest AUROC" in page.text
     for fact in ("60", "30 hallucinated (50 %)", tracestore.__version__, str(finished[0].parent / "store.zarr")):
         assert fact in page.text
@@ -124,7 +123,7 @@ def test_the_report_contains_the_results(finished, page):
     assert sum(int(row[2]) + int(row[3]) for row in counted) == 60
     config = {row[0]: row[1] for row in tables["Options of the run"][1:]}
     assert config["lstm_hidden"] == "4" and config["seed"] == "3"
-    text = metric_table.format_table(results)
+    text = detector_tables.format_table(results)
     assert text.splitlines()[1].startswith("lstm_solo") and len(text.splitlines()) == 8
     assert len({len(line) for line in text.splitlines()[:4]}) == 1
 

@@ -12,9 +12,9 @@ from tests.pages.test_pages import Parser
 from tests.serve.conftest import MALICIOUS
 from tests.store.test_lens import values as lens_values
 from tracestore.serve.app import Viewer
-from tracestore.serve.page_values import lens_rows, span_parts, strongest_pairs
+from tracestore.serve.pictures import png
 from tracestore.serve.search import TraceSearch
-from tracestore.serve.trace_page import png
+from tracestore.serve.trace_page import lens_rows, span_parts, strongest_pairs
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tracestore.train import batches
 from tracestore.train.batches import BatchFeed
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
-from tracestore.train.standardize import fit_standardizer
+from tracestore.train.model_runner import fit_standardizer
 
 LAYERS = 30
 SIZES = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8, "dropout": 0.0}

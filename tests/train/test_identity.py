@@ -17,7 +17,7 @@ from tests.train.runs import FAST, ONLY, outcome, write_labeled
 from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.evaluation.store_split import Split
 from tracestore.train.config import TrainConfig, TrainState
-from tracestore.train.standardize import fit_standardizer
+from tracestore.train.model_runner import fit_standardizer
 from tracestore.train.trainer import Trainer
 
 

@@ -13,7 +13,7 @@ from tests.train.runs import FAST, STEPS_OF
 from tracestore.errors import TracestoreWarning, UsageError
 from tracestore.experiment import training_run
 from tracestore.train import monitor
-from tracestore.train.trackers import MlflowRun, WandbRun, _TrackedRun
+from tracestore.train.monitor import MlflowRun, WandbRun, _TrackedRun
 
 RUNS = {"wandb": WandbRun, "mlflow": MlflowRun}
 

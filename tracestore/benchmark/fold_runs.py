@@ -6,32 +6,38 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from tracestore.benchmark.activity import Activity
 from tracestore.detectors.apart import as_scores, one_line, plain, run_apart
 from tracestore.detectors.interface import Detector
 from tracestore.detectors.logistic import fit_linear
 from tracestore.detectors.registry import make_detector, registry
 from tracestore.detectors.saved import content
-from tracestore.errors import MissingFieldError, RunInterruptedError, UsageError, escape_unprintable
+from tracestore.errors import MissingFieldError, RunInterruptedError, UsageError, escape_unprintable, some_of
 from tracestore.evaluation.metrics import probability, youden_threshold
 from tracestore.oom.memory_limits import PeakMemoryMonitor
 from tracestore.platform_support import MemoryUse, memory_use
 from tracestore.store.read.store import TraceStore
 from tracestore.train.checkpoint import save_checkpoint
+from tracestore.train.monitor import Log
 
-_Job = tuple[str, "LabeledStore", Sequence["LabeledStore"], int, Path | None]
+# The arguments of `measure_detector`.
+Job = tuple[str, "LabeledStore", Sequence["LabeledStore"], int, Path | None]
 # Platt scaling is nearly unregularized.
 _PLATT_C = 1000.0
+# Receives the steps done, their number, and a text for the rest of the line.
+Show = Callable[[int, int, Callable[[], str]], None]
+_INTERVAL_S = 0.2
+_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,61 @@ class Measured:
     peak_bytes: int = 0
     notes: list[str] = field(default_factory=list)
     error: str | None = None
+
+
+class Activity:
+    """The steps of a benchmark. Use it as a context manager; safe to use from threads.
+
+    Parameters
+    ----------
+    log : callable
+        Called with each line of the log, by one thread at a time.
+    show : callable, optional
+        Called several times a second with the steps done, their number and what runs.
+    """
+
+    def __init__(self, log: Log, show: Show | None = None) -> None:
+        self._log, self._show = log, show
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._running: list[str] = []
+        self._done = self.total = 0
+        self._thread = threading.Thread(target=self._run, name="tracestore-activity", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._show is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._show is not None:
+            self._thread.join()
+
+    def log(self, line: str) -> None:
+        """Write a line of the log."""
+        with self._lock:
+            self._log(line)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Show the name while the block runs, and count it as done."""
+        with self._lock:
+            self._running.append(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.remove(name)
+                self._done += 1
+
+    def _run(self) -> None:
+        while not self._ended.wait(_INTERVAL_S):
+            with self._lock:
+                if self._show is not None and self._running:
+                    self._show(self._done, max(self.total, self._done + 1), self._note)
+
+    def _note(self) -> str:
+        return f"now {some_of(self._running, _NAMES)}"
 
 
 def measure_detector(
@@ -229,24 +290,14 @@ def external_scores(name: str, data: LabeledStore, scores: np.ndarray) -> Measur
     return result
 
 
-def measure_all(
-    names: Sequence[str],
-    data: LabeledStore,
-    others: Sequence[LabeledStore],
-    seed: int,
-    workers: int,
-    checkpoints: Path | None,
-    activity: Activity,
-) -> Iterator[Measured]:
-    """Yield the result of every detector in the order of their names, computed by so many processes side by side.
+def measure_all(jobs: Sequence[Job], workers: int, activity: Activity) -> Iterator[Measured]:
+    """Yield the result of every job in their order, computed by so many processes side by side.
 
     A detector of another package runs in a process of its own, also with one worker.
     """
-    jobs = [(n, data, others, seed, None if checkpoints is None else checkpoints / f"{n}.pt") for n in names]
-
     cancelled = threading.Event()
 
-    def measure(job: _Job, pool: ProcessPoolExecutor | None) -> Measured:
+    def measure(job: Job, pool: ProcessPoolExecutor | None) -> Measured:
         with activity.step(job[0]):
             if registry()[job[0]].is_foreign:
                 result = _measure_apart(job, cancelled)
@@ -261,7 +312,7 @@ def measure_all(
         activity.log(f"{result.name}: {result.error or '; '.join(costs)}")
         return result
 
-    if workers == 1 or len(names) == 1:
+    if workers == 1 or len(jobs) == 1:
         yield from (measure(job, None) for job in jobs)
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
@@ -294,7 +345,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _measure_apart(job: _Job, cancelled: threading.Event) -> Measured:
+def _measure_apart(job: Job, cancelled: threading.Event) -> Measured:
     """Return the result of a detector in a process of its own, or what the process did instead as its error."""
     try:
         result: Measured = run_apart(f"{__name__}:measure_plain", *job, cancelled=cancelled)

@@ -12,7 +12,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError, TrainingError, UsageError
 from tracestore.evaluation.store_split import assign_balanced, class_counts_of, trace_keys
 from tracestore.split import labeled_positions
-from tracestore.store.io.fsio import atomic_write, read_json
+from tracestore.store.io.fsio import give_name, read_json, write_atomic
 from tracestore.store.read.store import TraceStore
 
 VERSION = 1
@@ -54,14 +54,9 @@ class FrozenFolds:
     def write(self, path: Path) -> None:
         """Write the folds with their digest, unless the file exists: another run may have written it meanwhile."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with atomic_write(temporary) as file:
-            file.write((json.dumps(self._content() | {_DIGEST: self.digest}, indent=1, sort_keys=True) + "\n").encode())
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            os.replace(temporary, path)
+        content = json.dumps(self._content() | {_DIGEST: self.digest}, indent=1, sort_keys=True) + "\n"
+        write_atomic(temporary, content.encode())
+        give_name(temporary, path)
         temporary.unlink(missing_ok=True)
 
 

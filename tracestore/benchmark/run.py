@@ -10,22 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.benchmark.activity import Activity, Show
-from tracestore.benchmark.fold_metrics import compare_schemes, evaluate, transfer_entry
-from tracestore.benchmark.fold_runs import LabeledStore, Measured, external_scores, measure_all
+from tracestore.benchmark.fold_metrics import (
+    compare_schemes,
+    compare_sources,
+    evaluate,
+    scores_without_threshold,
+    transfer_entry,
+)
+from tracestore.benchmark.fold_runs import Activity, LabeledStore, Measured, Show, external_scores, measure_all
 from tracestore.benchmark.frozen_folds import FrozenFolds, frozen_folds
-from tracestore.benchmark.label_sources import compare_sources, scores_without_threshold
-from tracestore.benchmark.result_table import format_results
 from tracestore.console import nan_to_none
 from tracestore.detectors.apart import named, properties
 from tracestore.detectors.interface import missing_fields
 from tracestore.detectors.registry import make_detector, registry
 from tracestore.errors import TrainingError, UsageError
-from tracestore.evaluation.nonfinite import describe_dropped, drop_nonfinite
+from tracestore.evaluation.store_split import describe_dropped, drop_nonfinite
 from tracestore.features.feature_table import features
 from tracestore.ingest.scores import read_scores
-from tracestore.pages.notebook import BenchmarkResults
-from tracestore.reports.benchmark_page import write_benchmark
+from tracestore.reports.benchmark_page import BenchmarkResults, format_results, write_benchmark
 from tracestore.split import labeled_positions
 from tracestore.store.format.labels import CORRECT, FOLD_PREFIX, STORE_COLUMN
 from tracestore.store.format.provenance import require_compatible
@@ -305,7 +307,8 @@ def _run_store(
     features_s = time.perf_counter() - start
     activity.log(f"features of all layers: {features_s:.1f} s")
     measured = []
-    for result in measure_all(runnable, data, others, options.seed, options.workers, checkpoints, activity):
+    jobs = [(n, data, others, options.seed, checkpoints and checkpoints / f"{n}.pt") for n in runnable]
+    for result in measure_all(jobs, options.workers, activity):
         if result.error is None:
             measured.append(result)
         else:

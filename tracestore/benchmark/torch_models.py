@@ -80,7 +80,7 @@ class TorchModel(Detector):
         assert self._trained is not None, "fit() comes first"
         logits = np.full(len(store), np.nan)
         with torch_threads(None):
-            for batch, values in score_traces(self._trained, store, indices=indices):
+            for batch, values in score_traces(self._trained, store, self._trained.options, indices=indices):
                 logits[batch] = values
         scaled: np.ndarray = logits[indices] / self._trained.temperature
         return scaled

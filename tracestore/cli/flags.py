@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from tracestore.console import float_where, int_ranges, positive_int
 from tracestore.errors import UsageError
 from tracestore.store.format.labels import THRESHOLD_HELP
-from tracestore.store.format.provenance import ALLOW_FLAG, ALLOW_HELP
+from tracestore.store.format.provenance import ALLOW_HELP
 from tracestore.store.io.files import parse_location
 
 _NUMBER = float_where(math.isfinite, "a number")
@@ -23,6 +23,28 @@ _BY_TYPE: dict[Any, dict[str, Any]] = {
     float: {"type": _NUMBER},
     tuple[int, ...]: {"type": int_ranges, "metavar": "LIST"},
 }
+
+# Arguments that several commands have, by their flag.
+_SHARED: dict[str, dict[str, Any]] = {
+    "store": {"metavar": "STORE", "help": "folder or URL of a store"},
+    "stores": {
+        "metavar": "STORE", "nargs": "+", "type": parse_location, "help": "folder or URL of a store; several are read as one"
+    },
+    "--overwrite": {"action": "store_true", "help": "replace an existing FILE"},
+    "--num-threads": {
+        "type": positive_int, "metavar": "N",
+        "help": "threads of torch and of the loader (default: torch's own number, and 2 of the loader)",
+    },
+    "--score": {"metavar": "NAME", "help": "named score to use (default: the store's)"},
+    "--score-threshold": {"type": _NUMBER, "metavar": "T", "help": THRESHOLD_HELP},
+    "--allow-mixed-provenance": {"action": "store_true", "help": ALLOW_HELP},
+}  # fmt: skip
+
+
+def add_shared(parser: argparse.ArgumentParser, *flags: str) -> None:
+    """Add arguments that several commands have: of _SHARED, by their flag."""
+    for flag in flags:
+        parser.add_argument(flag, **_SHARED[flag])
 
 
 def option_names(options: type) -> list[str]:
@@ -69,41 +91,8 @@ def _shard(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def add_store(parser: argparse.ArgumentParser) -> None:
-    """Add the argument STORE."""
-    parser.add_argument("store", metavar="STORE", help="folder or URL of a store")
-
-
-def add_stores(parser: argparse.ArgumentParser) -> None:
-    """Add the argument STORE, which may be several."""
-    text = "folder or URL of a store; several are read as one"
-    parser.add_argument("stores", metavar="STORE", nargs="+", type=parse_location, help=text)
-
-
 def require_existing(*locations: object, what: str = "store") -> None:
     """Raise UsageError if a path on this machine does not exist."""
     for location in locations:
         if isinstance(location, Path) and not location.exists():
             raise UsageError(f"{location}: no such {what}")
-
-
-def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Add --overwrite of a command that writes one file."""
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing FILE")
-
-
-def add_num_threads(parser: argparse.ArgumentParser) -> None:
-    """Add --num-threads."""
-    text = "threads of torch and of the loader (default: torch's own number, and 2 of the loader)"
-    parser.add_argument("--num-threads", type=positive_int, metavar="N", help=text)
-
-
-def add_allow_mixed_provenance(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that permits a provenance conflict."""
-    parser.add_argument(ALLOW_FLAG, action="store_true", help=ALLOW_HELP)
-
-
-def add_score(parser: argparse.ArgumentParser) -> None:
-    """Add --score and --score-threshold."""
-    parser.add_argument("--score", metavar="NAME", help="named score to use (default: the store's)")
-    parser.add_argument("--score-threshold", type=_NUMBER, metavar="T", help=THRESHOLD_HELP)

@@ -18,18 +18,15 @@ def _has_answer(trace: Trace) -> bool:
     return known or trace.generated_mask is not None or trace.prompt_length is not None
 
 
-def _lacks_optional(name: str) -> Callable[[TraceStore, list[Trace]], bool]:
-    return lambda _, first: all(trace.optional(name) is None for trace in first)
+def _none_of_first(has: Callable[[Trace], bool]) -> Callable[[TraceStore, list[Trace]], bool]:
+    return lambda _, first: not any(map(has, first))
 
 
 # Whether a store lacks a field, by the store and its first traces, and what it lacks then.
 _LACKS: dict[str, tuple[Callable[[TraceStore, list[Trace]], bool], str]] = {
-    "answer": (
-        lambda _, first: not any(map(_has_answer, first)),
-        "its first traces lack answer_span, generated_mask and prompt_length",
-    ),
+    "answer": (_none_of_first(_has_answer), "its first traces lack answer_span, generated_mask and prompt_length"),
     "answer_text": (
-        lambda _, first: all(trace.answer is None for trace in first),
+        _none_of_first(lambda trace: trace.answer is not None),
         "its first traces lack the text of the answer",
     ),
     "samples": (
@@ -41,7 +38,10 @@ _LACKS: dict[str, tuple[Callable[[TraceStore, list[Trace]], bool], str]] = {
         "no trace has a group; add them: tracestore score STORE --scores CSV --group-column COLUMN",
     ),
     **{
-        name: (_lacks_optional(name), f"its first traces lack {name}, which tracestore extract records")
+        name: (
+            _none_of_first(lambda trace, name=name: trace.optional(name) is not None),  # type: ignore[misc]
+            f"its first traces lack {name}, which tracestore extract records",
+        )
         for name in schema.OPTIONAL_FIELDS
     },
 }

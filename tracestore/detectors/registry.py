@@ -26,7 +26,7 @@ _OWN = "tracestore"
 _VALID_NAME = re.compile(r"[\w.+-]{1,100}", re.ASCII)
 # Sets of detectors that --detectors takes instead of names.
 SETS = ("all", "features")
-_TORCH_MODEL = "tracestore.benchmark.torch_models:TorchModel"
+_PUBLISHED, _TORCH_MODEL = "tracestore.detectors.published", "tracestore.benchmark.torch_models:TorchModel"
 
 
 @dataclass(frozen=True)
@@ -125,34 +125,32 @@ MODELS = {
     )
 }
 DEFAULT_MODELS = tuple(name for name, spec in MODELS.items() if spec.flag is not None)
-# The import path and the options of each built-in detector that is no model of `tracestore train`.
-_PROBES, _UNTRAINED = "tracestore.detectors.published.probes", "tracestore.detectors.published.untrained"
-_ATTENTION, _SAMPLES = "tracestore.detectors.published.attention", "tracestore.detectors.published.samples"
+# The class, in the package published, and the options of each built-in detector that is no model of `tracestore train`.
 _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
-    "length": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "length"}),
-    "group_rate": (f"{_UNTRAINED}:GroupRate", {}),
-    "probe_prompt": (f"{_PROBES}:LayerProbe", {"pooling": "prompt_last"}),
-    "mean_logprob": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "mean_logprob"}),
-    "min_logprob": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "min_logprob"}),
-    "perplexity": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "perplexity"}),
-    "mean_entropy": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "mean_entropy"}),
-    "semantic_entropy": (f"{_SAMPLES}:SemanticEntropy", {"weights": "likelihood"}),
-    "discrete_semantic_entropy": (f"{_SAMPLES}:SemanticEntropy", {"weights": "count"}),
-    "eigen_score": (f"{_SAMPLES}:EigenScore", {}),
-    "llm_check_hidden": (f"{_UNTRAINED}:LLMCheck", {"score_of": "hidden"}),
-    "llm_check_attention": (f"{_UNTRAINED}:LLMCheck", {"score_of": "attention"}),
-    "llm_check_regression": (f"{_ATTENTION}:LogdetRegression", {}),
-    "lookback_lens": (f"{_ATTENTION}:LookbackLens", {}),
-    "lap_eigvals": (f"{_ATTENTION}:LapEigvals", {}),
-    "probe_last": (f"{_PROBES}:LayerProbe", {"pooling": "last"}),
-    "probe_mean": (f"{_PROBES}:LayerProbe", {"pooling": "answer_mean"}),
-    "probe_max": (f"{_PROBES}:LayerProbe", {"pooling": "answer_max"}),
-    "probe_ensemble": (f"{_PROBES}:LayerProbe", {"num_layers": None}),
-    "probe_logprob": (f"{_PROBES}:ProbeAndLogprob", {}),
-    "probes_logprob": (f"{_PROBES}:ProbeAndLogprob", {"num_layers": 5}),
-    "halo_scope": ("tracestore.detectors.published.haloscope:HaloScope", {}),
-    "saplma": ("tracestore.detectors.published.saplma:Saplma", {}),
-    "pooled_mlp": ("tracestore.detectors.published.pooled_mlp:PooledMLP", {}),
+    "length": ("untrained:TokenStatistic", {"statistic": "length"}),
+    "group_rate": ("untrained:GroupRate", {}),
+    "probe_prompt": ("probes:LayerProbe", {"pooling": "prompt_last"}),
+    "mean_logprob": ("untrained:TokenStatistic", {"statistic": "mean_logprob"}),
+    "min_logprob": ("untrained:TokenStatistic", {"statistic": "min_logprob"}),
+    "perplexity": ("untrained:TokenStatistic", {"statistic": "perplexity"}),
+    "mean_entropy": ("untrained:TokenStatistic", {"statistic": "mean_entropy"}),
+    "semantic_entropy": ("untrained:SemanticEntropy", {"weights": "likelihood"}),
+    "discrete_semantic_entropy": ("untrained:SemanticEntropy", {"weights": "count"}),
+    "eigen_score": ("untrained:EigenScore", {}),
+    "llm_check_hidden": ("untrained:LLMCheck", {"score_of": "hidden"}),
+    "llm_check_attention": ("untrained:LLMCheck", {"score_of": "attention"}),
+    "llm_check_regression": ("attention:LogdetRegression", {}),
+    "lookback_lens": ("attention:LookbackLens", {}),
+    "lap_eigvals": ("attention:LapEigvals", {}),
+    "probe_last": ("probes:LayerProbe", {"pooling": "last"}),
+    "probe_mean": ("probes:LayerProbe", {"pooling": "answer_mean"}),
+    "probe_max": ("probes:LayerProbe", {"pooling": "answer_max"}),
+    "probe_ensemble": ("probes:LayerProbe", {"num_layers": None}),
+    "probe_logprob": ("probes:ProbeAndLogprob", {}),
+    "probes_logprob": ("probes:ProbeAndLogprob", {"num_layers": 5}),
+    "halo_scope": ("haloscope:HaloScope", {}),
+    "saplma": ("saplma:Saplma", {}),
+    "pooled_mlp": ("pooled_mlp:PooledMLP", {}),
 }
 
 
@@ -191,7 +189,10 @@ def registry() -> dict[str, DetectorEntry]:
     UsageError
         Two packages have a detector of the same name.
     """
-    found = {name: DetectorEntry(name, _OWN, _lazy(path, options)) for name, (path, options) in _BUILT_IN.items()}
+    found = {
+        name: DetectorEntry(name, _OWN, _lazy(f"{_PUBLISHED}.{path}", options))
+        for name, (path, options) in _BUILT_IN.items()
+    }
     for name, model in MODELS.items():
         found[name] = DetectorEntry(name, _OWN, _lazy(_TORCH_MODEL, {"name": name}), model)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
@@ -260,11 +261,9 @@ def select(text: str) -> list[str]:
         raise UsageError(f"no detector {word}, {known}")
     if not wanted:
         raise UsageError(f"no detector in {text!r}, {known}")
-
-    def is_wanted(entry: DetectorEntry) -> bool:
-        return entry.name in wanted or "all" in wanted or ("features" in wanted and entry.model is None)
-
-    return [name for name, entry in entries.items() if is_wanted(entry)]
+    if "all" in wanted:
+        return list(entries)
+    return [name for name, entry in entries.items() if name in wanted or ("features" in wanted and entry.model is None)]
 
 
 def make_model(name: str, config: ModelConfig) -> "DetectorModel":

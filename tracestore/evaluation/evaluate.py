@@ -13,6 +13,8 @@ from tracestore.store.read.store import TraceStore
 
 # With fewer resamples that have a fold of both classes, the others are no sample of what could have been tested.
 MIN_SHARE_OF_DRAWS = 0.9
+# The lists of test scores, in the order of the fields of `RunScores`.
+_COLUMNS = {"trace_index": np.int64, "question_id": object, "group": object, "label": np.int64, "logit": np.float64}
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,17 @@ class RunScores:
     def from_entry(cls, entry: dict[str, Any], fold: int = 0) -> "RunScores":
         """Return the scores of a model entry of results.json."""
         scores = entry["test_scores"]
-        return cls(
-            fold,
-            np.array(scores["trace_index"], np.int64),
-            np.array(scores["question_id"], dtype=object),
-            np.array(scores["group"], dtype=object),
-            np.array(scores["label"], np.int64),
-            np.array(scores["logit"], np.float64),
-            float(entry["threshold"]),
-            float(entry["temperature"]),
-        )
+        trace, question, group, y, logit = (np.array(scores[name], dtype) for name, dtype in _COLUMNS.items())
+        return cls(fold, trace, question, group, y, logit, float(entry["threshold"]), float(entry["temperature"]))
+
+
+def unscaled_scores(store: TraceStore, fold: int, indices: np.ndarray, y: np.ndarray, scores: np.ndarray) -> RunScores:
+    """Return scores that are no logits and have no threshold; those that are unknown, NaN, get the mean of the others."""
+    known = ~np.isnan(scores)
+    filled = np.where(known, scores, scores[known].mean() if known.any() else 0.0)
+    questions = np.array(store.question_ids.take(indices), dtype=object)
+    groups = np.array([store.group(int(k)) for k in indices], dtype=object)
+    return RunScores(fold, indices, questions, groups, y, filled, 0.0, 1.0)
 
 
 def run_scores(results: Mapping[str, Any]) -> dict[str, dict[tuple[int, int], RunScores]]:

@@ -1,11 +1,15 @@
-"""Train, validation and test splits: by question, stratified by class, a pure function of the data."""
+"""Train, validation and test splits: by question, stratified by class, a pure function of the data.
+
+Also the traces with NaN or infinite values, which --drop-nonfinite leaves out.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from tracestore.errors import TrainingError
+from tracestore.errors import TrainingError, escape_unprintable
 from tracestore.split import SPLITS, assign_splits, digest, labeled_positions, question_keys
 from tracestore.store.read.store import TraceStore
 from tracestore.words import plural
@@ -177,9 +181,8 @@ def split_from_ids(store: TraceStore, targets: np.ndarray, question_ids: dict[st
     if missing:
         unknown = missing - set(store.question_ids)
         reason = f"not in {store.path}" if unknown else f"without a label or score in {store.path} now"
-        shown = (
-            f"{plural(len(unknown or missing), 'question')} of the earlier run, such as {min(unknown or missing)!r:.60}"
-        )
+        named = unknown or missing
+        shown = f"{plural(len(named), 'question')} of the earlier run, such as {min(named)!r:.60}"
         raise TrainingError(f"{shown}: {reason}")
     names = [split_of.get(question, "") for question in questions]
     # The earlier run did not use the others, so they join no groups.
@@ -223,3 +226,34 @@ def class_counts(split: Split, targets: np.ndarray) -> dict[str, tuple[int, int]
         positive = int((targets[indices] >= 0.5).sum())
         counts[name] = (positive, len(indices) - positive)
     return counts
+
+
+_MAX_IDS = 5
+
+
+def check_finite(store: TraceStore, indices: np.ndarray) -> None:
+    """Raise TrainingError where a trace of a split holds NaN or infinite values, also where no detector reads them."""
+    wrong = indices[store.has_nonfinite[indices]]
+    if len(wrong):
+        raise TrainingError(
+            f"the trace of question {store.question_ids[int(wrong[0])]!r} holds NaN or infinite values "
+            f"({plural(len(wrong), 'such trace')}); --drop-nonfinite leaves them out"
+        )
+
+
+def drop_nonfinite(store: TraceStore, targets: np.ndarray) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """Return the labels ``(N,)`` without those of traces with NaN or infinite values, and the traces that had one.
+
+    Each is a dict of question_id and sample.
+    """
+    dropped = store[np.flatnonzero(store.has_nonfinite & ~np.isnan(targets))]
+    entries = [{"question_id": trace.question_id, "sample": trace.sample} for trace in dropped]
+    return np.where(store.has_nonfinite, np.nan, targets), entries
+
+
+def describe_dropped(dropped: list[dict[str, Any]]) -> str:
+    """Return one line with the number of traces that `drop_nonfinite` left out, and the first ids."""
+    ids = [escape_unprintable(entry["question_id"], 60) for entry in dropped[:_MAX_IDS]]
+    more = [f"{len(dropped) - _MAX_IDS:,} more"] if len(dropped) > _MAX_IDS else []
+    listing = f": {', '.join(ids + more)}" if dropped else ""
+    return f"--drop-nonfinite: {plural(len(dropped), 'trace')} with NaN or infinite values left out{listing}"

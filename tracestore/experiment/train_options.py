@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tracestore.console import int_between, option
-from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
+from tracestore.detectors.registry import DEFAULT_MODELS
 from tracestore.train.config import TrainConfig
 from tracestore.words import parse_size
 
@@ -62,8 +62,3 @@ class TrainOptions:
     def is_repeated(self) -> bool:
         """True if the run has folds or several seeds; results.json then has an entry for each."""
         return self.folds is not None or self.seeds is not None
-
-    @property
-    def has_graph_models(self) -> bool:
-        """True if any of the models reads graphs."""
-        return any(MODELS[name].view == "graph" for name in self.models)

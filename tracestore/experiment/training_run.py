@@ -17,24 +17,33 @@ from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.evaluation.evaluate import RunScores
-from tracestore.evaluation.nonfinite import check_finite, describe_dropped, drop_nonfinite
-from tracestore.evaluation.predictions import write_predictions
+from tracestore.evaluation.metrics import probability
 from tracestore.evaluation.probe import run_probe
 from tracestore.evaluation.significance import compare
-from tracestore.evaluation.store_split import Split, class_counts, make_folds, make_split
+from tracestore.evaluation.store_split import (
+    Split,
+    check_finite,
+    class_counts,
+    describe_dropped,
+    drop_nonfinite,
+    make_folds,
+    make_split,
+)
 from tracestore.experiment import folds
 from tracestore.experiment.train_options import TrainOptions
 from tracestore.extras import require
 from tracestore.oom.memory_limits import limited_memory, memory_limit
-from tracestore.pages.notebook import TrainingResults
-from tracestore.planning.measure import plan_micro_batches
+from tracestore.planning.plan import plan_micro_batches
 from tracestore.platform_support import MemoryUse, memory_use, peak_memory
 from tracestore.reports.controls import control_entries
+from tracestore.reports.detector_tables import TrainingResults
 from tracestore.reports.plot_files import PLOTS, write_plots
 from tracestore.reports.run_page import RunFacts, write_report
 from tracestore.run_results import RESULTS_FILE
+from tracestore.store.format.labels import PREDICTION_COLUMNS, STORE_COLUMN
 from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.destinations import TRAIN, check_output_dir, check_output_files
+from tracestore.store.io.fsio import write_rows
 from tracestore.store.read.store import StorePath, TraceStore, open_store
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.monitor import Log
@@ -118,13 +127,14 @@ def _check_store(store: TraceStore, options: TrainOptions) -> ModelConfig:
     """Return the model config for a store; raise UsageError where the store does not fit the options."""
     if not options.config.allow_mixed_provenance:
         require_compatible((), store.provenance, str(store.path))
+    views = sorted({MODELS[name].view for name in options.models})
     try:
-        for view in sorted({MODELS[name].view for name in options.models}):
+        for view in views:
             store.require_view(view)
     except MissingFieldError as error:
         raise MissingFieldError(f"{error}; or train without graphs: --models lstm_solo") from None
     model_config = ModelConfig.from_store(store, **options.model_options)
-    if options.has_graph_models:
+    if "graph" in views:
         config = options.config
         edge_format = model_config.edge_format(store, torch.device(config.device).type)
         BatchFormat(
@@ -325,3 +335,35 @@ class _Experiment:
 
 def _log_run(log: Log, run: folds.TrainingRun, text: str) -> None:
     log(f"{run}: {text}")
+
+
+def write_predictions(path: Path, runs: list[dict[str, Any]], store: TraceStore) -> None:
+    """Write one row per run and tested trace, sorted by seed and trace.
+
+    PREDICTION_COLUMNS are followed by one column per model: its probability that the answer
+    is a hallucination. Where several stores are read as one, the last column names the store of the trace.
+
+    Parameters
+    ----------
+    path : Path
+    runs : list of dict
+        For each run: fold (None without folds, written as an empty field), seed, and models,
+        the results.json entries by name.
+    store : TraceStore
+    """
+    names = list(runs[0]["models"]) if runs else []
+    rows: list[tuple[Any, ...]] = []
+    for run in runs:
+        scores = [run["models"][name]["test_scores"] for name in names]
+        columns = [probability(np.array(s["logit"])).tolist() for s in scores]
+        traces = scores[0]
+        fold = "" if run["fold"] is None else run["fold"]
+        for k, trace in enumerate(traces["trace_index"]):
+            key = (traces["question_id"][k], traces["sample"][k], trace)
+            values = (column[k] for column in columns)
+            stored = store.internals.store_of(trace)
+            rows.append((*key, "test", fold, run["seed"], traces["label"][k], *values, *stored))
+    rows.sort(key=lambda row: (row[5], row[2]))
+    write_rows(
+        path, (*PREDICTION_COLUMNS, *names, *((STORE_COLUMN,) if len(store.internals.members) > 1 else ())), rows
+    )

@@ -1,4 +1,4 @@
-"""Answers of a causal language model, and their traces."""
+"""Answers of a causal language model, and their traces with log-probability and entropy at each generated token."""
 
 import hashlib
 import inspect
@@ -15,10 +15,9 @@ from tracestore.extract.answer_end import AnswerEnd
 from tracestore.extract.decoding import generate, padded, seed_of_answer
 from tracestore.extract.hooks import capture
 from tracestore.extract.model import LanguageModel, attention_weights
-from tracestore.extract.prompts import PromptTemplate, first_prompt, next_prompt, special_tokens, template_of
+from tracestore.extract.prompts import PromptTemplate, prompt_of_turn, special_tokens, template_of
 from tracestore.extract.questions import Question
 from tracestore.extract.select import EVERYTHING, Select
-from tracestore.extract.token_values import token_values
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.format.schema import TOKEN_FIELDS
 
@@ -65,6 +64,8 @@ class _Conversation:
     """
 
     question: Question
+    seed: int
+    generator: torch.Generator
     ids: list[int] = field(default_factory=list)
     runs: list[tuple[int, int]] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
@@ -124,12 +125,12 @@ def answer_questions(lm: LanguageModel, questions: Sequence[Question], options: 
         head (H, S, S) over the tokens of prompt and answer, without padding. Log-probabilities and entropies are
         those of the model's distribution at temperature 1.
     """
-    rows = [_Conversation(question) for question in questions]
-    seeds = [seed_of_answer(options.seed, q.question_id, q.sample) for q in questions]
-    generators = [torch.Generator(lm.model.device).manual_seed(seed) for seed in seeds]
+    rows = []
+    for question in questions:
+        seed = seed_of_answer(options.seed, question.question_id, question.sample)
+        rows.append(_Conversation(question, seed, torch.Generator(lm.model.device).manual_seed(seed)))
     for turn in range(max(len(row.turns) for row in rows)):
-        chosen = [k for k, row in enumerate(rows) if turn < len(row.turns)]
-        _answer_turn(lm, [rows[k] for k in chosen], [generators[k] for k in chosen], turn, options)
+        _answer_turn(lm, [row for row in rows if turn < len(row.turns)], turn, options)
     pad = lm.tokenizer.pad_token_id or lm.tokenizer.eos_token_id or 0
     # Padding on the right changes nothing: positions count from the first token, and attention is causal.
     ids, mask = padded([torch.tensor(row.ids, device=lm.model.device) for row in rows], pad, "right")
@@ -150,7 +151,7 @@ def answer_questions(lm: LanguageModel, questions: Sequence[Question], options: 
         trace |= _fields(lm, row, specials)
         trace |= token_values(logits[k], first, row.ids, row.runs, options.top_logprobs)
         if options.temperature:
-            trace |= {"temperature": options.temperature, "seed": seeds[k]}
+            trace |= {"temperature": options.temperature, "seed": row.seed}
         trace["num_layers"] = len(trace["hidden_states"])
         if options.select.positions != "all":
             _remove_first(trace, begins[k], min(begins))
@@ -180,26 +181,17 @@ def _remove_first(trace: dict[str, Any], begin: int, num_removed: int) -> None:
     trace["first_position"] = begin
 
 
-def _answer_turn(
-    lm: LanguageModel,
-    rows: Sequence[_Conversation],
-    generators: Sequence[torch.Generator],
-    turn: int,
-    options: AnswerOptions,
-) -> None:
+def _answer_turn(lm: LanguageModel, rows: Sequence[_Conversation], turn: int, options: AnswerOptions) -> None:
     """Append the prompt and the answer of a turn to each conversation."""
     template = options.template or template_of(lm)
     for row in rows:
-        if turn == 0:
-            row.ids += first_prompt(lm, template, options.instruction, row.turns[0])
-        else:
-            row.ids += next_prompt(lm, template, options.instruction, row.turns[: turn + 1], row.answers)
+        row.ids += prompt_of_turn(lm, template, options.instruction, row.turns[: turn + 1], row.answers)
     ends = generate(
         lm,
         [row.ids for row in rows],
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
-        generators=generators,
+        generators=[row.generator for row in rows],
     )
     for row, end in zip(rows, ends, strict=True):
         begin = len(row.ids)
@@ -231,3 +223,51 @@ def _fields(lm: LanguageModel, row: _Conversation, specials: set[int]) -> dict[s
         "tokens_before_cutoff": begin + len(end.tokens),
         "tokens_after_cutoff": stop,
     }
+
+
+# Tokens whose distributions are computed at once: 64 of a vocabulary of 150,000 take 38 MB in float32.
+_CHUNK_TOKENS = 64
+
+
+def token_values(
+    logits: torch.Tensor, first: int, tokens: Sequence[int], runs: Sequence[tuple[int, int]], top_k: int = 0
+) -> dict[str, Any]:
+    """Return the optional fields of a trace that describe the distribution of each generated token.
+
+    Parameters
+    ----------
+    logits : Tensor
+        Logits (P, V). Row i is the distribution of the token at position first + i + 1.
+    first : int
+        Position of the first row.
+    tokens : sequence of int
+        Token ids (T,).
+    runs : sequence of (int, int)
+        First generated token, and the token after the last one, for each answer. No run begins before first + 1.
+    top_k : int
+        Number of most likely tokens.
+
+    Returns
+    -------
+    dict
+        `token_logprob` and `token_entropy` (in nats), float32 (T,), NaN where the token was not generated; with
+        `top_k`, `top_ids` int32 and `top_logprobs` float32 (T, K), the most likely first, -1 and NaN there.
+    """
+    count, top_k = len(tokens), min(top_k, logits.shape[-1])
+    logprob, entropy = np.full(count, np.nan, "f4"), np.full(count, np.nan, "f4")
+    top_ids, top_logprobs = np.full((count, top_k), -1, "i4"), np.full((count, top_k), np.nan, "f4")
+    for begin, end in _chunks(runs):
+        log_p = logits[begin - 1 - first : end - 1 - first].float().log_softmax(-1)
+        drawn = torch.tensor(tokens[begin:end], device=logits.device)
+        logprob[begin:end] = log_p.gather(-1, drawn[:, None])[:, 0].cpu().numpy()
+        entropy[begin:end] = torch.special.entr(log_p.exp()).sum(-1).cpu().numpy()
+        if top_k:
+            values, ids = log_p.topk(top_k)
+            top_ids[begin:end], top_logprobs[begin:end] = ids.cpu().numpy(), values.cpu().numpy()
+    fields: dict[str, Any] = {"token_logprob": logprob, "token_entropy": entropy}
+    return fields | ({"top_ids": top_ids, "top_logprobs": top_logprobs} if top_k else {})
+
+
+def _chunks(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the runs in parts of at most _CHUNK_TOKENS."""
+    return [(part, min(part + _CHUNK_TOKENS, end)) for begin, end in runs for part in range(begin, end, _CHUNK_TOKENS)]

@@ -39,14 +39,6 @@ class ExtractReport:
     already_there: int = 0
     right: int = 0
 
-    def add(self, is_correct: bool | None) -> None:
-        """Count a trace; None means that it existed before."""
-        if is_correct is None:
-            self.already_there += 1
-        else:
-            self.made += 1
-            self.right += is_correct
-
 
 @dataclass(frozen=True)
 class QuestionBatch:

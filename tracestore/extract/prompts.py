@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from jinja2 import TemplateError
@@ -51,48 +52,41 @@ def template_of(lm: LanguageModel) -> PromptTemplate:
     return PromptTemplate(own if isinstance(own, str) else lm.tokenizer.get_chat_template(), True)
 
 
-def first_prompt(lm: LanguageModel, template: PromptTemplate, instruction: str, question: str) -> list[int]:
-    """Return the token ids of the prompt with the first question. An empty instruction gives no system message."""
-    if not template.is_chat:
-        # Only these names are replaced, so that a template may contain other braces.
-        text = template.text.replace("{instruction}", instruction).replace("{question}", question)
-        return list(lm.tokenizer(text)["input_ids"])
-    return _encode(lm, _render(lm, template, _messages(instruction, [question], [])))
-
-
-def next_prompt(
+def prompt_of_turn(
     lm: LanguageModel, template: PromptTemplate, instruction: str, questions: Sequence[str], answers: Sequence[str]
 ) -> list[int]:
-    """Return the token ids between the last answer and the answer to the last question.
+    """Return the token ids before the answer to the last question: all, or those that follow the last answer.
 
-    The answer itself keeps the tokens that the model generated.
+    The answers themselves keep the tokens that the model generated. An empty instruction gives no system message.
 
     Raises
     ------
     UsageError
-        The template is plain, or leaves out earlier answers.
+        There are answers, and the template is plain or leaves them out.
     """
-    if not template.is_chat:
+    if not template.is_chat and answers:
         raise UsageError("questions of several turns need a chat template: pass --prompt-template FILE.jinja")
-    text = _render(lm, template, _messages(instruction, questions, [*answers[:-1], _ANSWER]))
-    _, marker, following = text.partition(_ANSWER)
-    if not marker:
-        raise UsageError("the chat template leaves out earlier answers: pass another --prompt-template FILE.jinja")
-    return _encode(lm, following)
+    if not template.is_chat:
+        # Only these names are replaced, so that a template may contain other braces.
+        text = template.text.replace("{instruction}", instruction).replace("{question}", questions[0])
+        return list(lm.tokenizer(text)["input_ids"])
+    messages = [{"role": "system", "content": instruction}] if instruction else []
+    for question, answer in zip_longest(questions, [*answers[:-1], _ANSWER] if answers else []):
+        messages.append({"role": "user", "content": question})
+        messages += [] if answer is None else [{"role": "assistant", "content": answer}]
+    text = _render(lm, template, messages)
+    if answers:
+        _, marker, text = text.partition(_ANSWER)
+        if not marker:
+            raise UsageError("the chat template leaves out earlier answers: pass another --prompt-template FILE.jinja")
+    # Chat templates contain the special tokens.
+    return list(lm.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def special_tokens(lm: LanguageModel) -> set[int]:
     """Return the ids of the special tokens of the tokenizer."""
     added = lm.tokenizer.added_tokens_decoder.items()
     return {*lm.tokenizer.all_special_ids, *(token for token, value in added if value.special)}
-
-
-def _messages(instruction: str, questions: Sequence[str], answers: Sequence[str]) -> list[dict[str, str]]:
-    messages = [{"role": "system", "content": instruction}] if instruction else []
-    for k, question in enumerate(questions):
-        messages.append({"role": "user", "content": question})
-        messages += [{"role": "assistant", "content": answer} for answer in answers[k : k + 1]]
-    return messages
 
 
 def _render(lm: LanguageModel, template: PromptTemplate, messages: list[dict[str, str]]) -> str:
@@ -105,8 +99,3 @@ def _render(lm: LanguageModel, template: PromptTemplate, messages: list[dict[str
     except TemplateError as error:
         advice = "pass --instruction '' if it has no system message, or another --prompt-template"
         raise UsageError(f"the chat template fails: {str(error).splitlines()[0]}; {advice}") from None
-
-
-def _encode(lm: LanguageModel, text: str) -> list[int]:
-    # Chat templates contain the special tokens.
-    return list(lm.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -136,6 +136,13 @@ def _convert(many: str, few: str, factor: int) -> _Template:
     return (lambda n: (f"How many {many} are in {n} {few}?", n * factor)), (range(2, 100),)
 
 
+def _shifted(names: Sequence[str], text: str, step: int, counts: range) -> _Template:
+    def make(k: int, n: int) -> tuple[str, object]:
+        return text.format(n, names[k]), names[(k + step * n) % len(names)]
+
+    return make, (range(len(names)), counts)
+
+
 def _weekday_of_date(year: int, month: int, day: int) -> tuple[str, object]:
     weekday = _DAYS[datetime.date(year, month + 1, day).weekday()]
     return f"Which day of the week was {_MONTHS[month]} {day}, {year}?", weekday
@@ -162,18 +169,9 @@ GENERATED: dict[str, dict[str, _Template]] = {
         "remainder": (lambda a, b: (f"What is the remainder of {a} divided by {b}?", a % b), (_TENS, range(3, 10))),
     },
     "package:dates": {
-        "weekday": (
-            lambda day, n: (f"Which day of the week is {n} days after {_DAYS[day]}?", _DAYS[(day + n) % 7]),
-            (range(7), range(2, 14)),
-        ),
-        "weekday_before": (
-            lambda day, n: (f"Which day of the week is {n} days before {_DAYS[day]}?", _DAYS[(day - n) % 7]),
-            (range(7), range(2, 14)),
-        ),
-        "month": (
-            lambda month, n: (f"Which month is {n} months after {_MONTHS[month]}?", _MONTHS[(month + n) % 12]),
-            (range(12), range(2, 12)),
-        ),
+        "weekday": _shifted(_DAYS, "Which day of the week is {} days after {}?", 1, range(2, 14)),
+        "weekday_before": _shifted(_DAYS, "Which day of the week is {} days before {}?", -1, range(2, 14)),
+        "month": _shifted(_MONTHS, "Which month is {} months after {}?", 1, range(2, 12)),
         "month_length": (
             lambda month, year: (
                 f"How many days does {_MONTHS[month]} {year} have?",

@@ -10,9 +10,8 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +19,10 @@ import numpy as np
 
 from tracestore.data.tokens.answers import answer_span
 from tracestore.errors import UsageError
-from tracestore.features.attention_features import attention_features
-from tracestore.features.hidden_features import pooled_states
-from tracestore.features.token_features import STATISTICS, token_statistics
+from tracestore.features.trace_features import STATISTICS, attention_features, pooled_states, token_statistics
 from tracestore.platform_support import preallocate
 from tracestore.store.format import schema
-from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.io.fsio import give_name, map_os_errors
 from tracestore.store.io.local_folders import cache_dir
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.subset import TraceSubset
@@ -192,19 +189,7 @@ def _cached(store: TraceStore, name: str, options: dict[str, object], write: Cal
     if not folder.is_dir():
         with map_os_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
-            try:
-                write(temporary)
-                try:
-                    temporary.rename(folder)
-                except OSError:
-                    if not folder.is_dir():  # else another process has made the same entry
-                        raise
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
-    return dict(_load(folder))
-
-
-def _load(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-    for path in sorted(folder.glob("*.npy")):
-        yield path.stem, np.load(path, mmap_mode="r", allow_pickle=False)
+            with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent, ignore_cleanup_errors=True) as temporary:
+                write(Path(temporary))
+                give_name(Path(temporary), folder)  # unless another process has made the same entry
+    return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(folder.glob("*.npy"))}

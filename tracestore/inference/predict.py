@@ -11,12 +11,18 @@ import torch
 
 from tracestore.data.batches.batch_format import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
-from tracestore.detectors.checkpoint_file import DETECTOR_VERSION, checked_hashes, count_seen
 from tracestore.detectors.interface import answer_positions
 from tracestore.detectors.layers.model_config import ModelConfig, Precision
 from tracestore.detectors.models import DetectorModel
 from tracestore.detectors.registry import MODELS, make_model
-from tracestore.detectors.saved import FittedDetector, check_shape, from_content
+from tracestore.detectors.saved import (
+    DETECTOR_VERSION,
+    FittedDetector,
+    check_shape,
+    checked_hashes,
+    count_seen,
+    from_content,
+)
 from tracestore.errors import InsufficientMemoryError, UsageError
 from tracestore.evaluation.metrics import probability
 from tracestore.oom.guard import OOMGuard
@@ -158,11 +164,9 @@ def load_detector(path: Path) -> TrainedDetector | FittedDetector:
 def score_traces(
     detector: TrainedDetector,
     store: TraceStore,
+    config: TrainConfig,
     *,
     indices: np.ndarray | None = None,
-    batch_size: int = 16,
-    device: str = "cpu",
-    num_threads: int = 2,
     memory_budget: int | None = None,
     on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -174,12 +178,10 @@ def score_traces(
     ----------
     detector : TrainedDetector
     store : TraceStore
+    config : TrainConfig
+        The options of the detector, with the device, the batch size and the threads of the loader.
     indices : np.ndarray, optional
         Store indices. Default: all traces.
-    batch_size : int
-    device : str
-    num_threads : int
-        Threads of the loader.
     memory_budget : int, optional
         Bytes for the batches of the loader.
     on_event : callable, optional
@@ -198,7 +200,6 @@ def score_traces(
         A single trace does not fit.
     """
     detector.check(store)
-    config = replace(detector.options, batch_size=batch_size, device=device, loader_threads=num_threads)
     indices = np.arange(len(store)) if indices is None else indices
     alone = DistributedContext(alone=True)
     feed = BatchFeed(
@@ -307,12 +308,13 @@ def predict_store(
                 log(f"note: {difference}; scores may not carry over")
             if memory_budget is not None:
                 _check_budget(detector, store, memory_budget)
+            config = replace(
+                detector.options, batch_size=batch_size, device=pick_device(device), loader_threads=num_threads or 2
+            )
             batches = score_traces(
                 detector,
                 store,
-                batch_size=batch_size,
-                device=pick_device(device),
-                num_threads=num_threads or 2,
+                config,
                 memory_budget=None if memory_budget is None else memory_budget // 2,
                 on_event=lambda event: log(
                     f"out of memory: {plural(event['size_before'], 'trace')} at once -> {event['size_after']}"
@@ -322,7 +324,14 @@ def predict_store(
         def rows() -> Iterator[tuple[Any, ...]]:
             done = 0
             for indices, logits in batches:
-                yield from _rows(store, indices, logits, detector.threshold, report)
+                is_scored = ~np.isnan(logits)
+                scores, predicted = probability(np.where(is_scored, logits, 0)), logits >= detector.threshold
+                given = indices, store.question_ids.take(indices), scores, predicted, is_scored
+                for k, question, score, hit, has_score in zip(*given, strict=True):
+                    values = (float(score), int(hit)) if has_score else ("", "")
+                    yield question, store[int(k)].sample, *values, *store.internals.store_of(int(k))
+                    report.num_without_score += not has_score
+                    report.num_predicted += bool(hit)
                 done += len(indices)
                 progress(done, report.num_traces)
 
@@ -331,20 +340,6 @@ def predict_store(
             columns = (*PREDICTED_COLUMNS, *((STORE_COLUMN,) if are_several else ()))
             write_rows(output, columns, rows(), overwrite=overwrite)
     return report
-
-
-def _rows(
-    store: TraceStore, indices: np.ndarray, logits: np.ndarray, threshold: float, report: PredictReport
-) -> Iterator[tuple[Any, ...]]:
-    """Yield the row of each trace, and count them in the report. NaN logits give empty fields."""
-    is_scored = ~np.isnan(logits)
-    scores, predicted = probability(np.where(is_scored, logits, 0)), logits >= threshold
-    questions = store.question_ids.take(indices)
-    for k, question, score, hit, has_score in zip(indices, questions, scores, predicted, is_scored, strict=True):
-        values = (float(score), int(hit)) if has_score else ("", "")
-        yield question, store[int(k)].sample, *values, *store.internals.store_of(int(k))
-        report.num_without_score += not has_score
-        report.num_predicted += bool(hit)
 
 
 def _check_budget(detector: TrainedDetector, store: TraceStore, memory_budget: int) -> None:

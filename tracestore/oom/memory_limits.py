@@ -13,8 +13,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from tracestore.cgroup import cgroup_free, cgroup_limit
-from tracestore.platform_support import MemoryUse, memory_use
+from tracestore.platform_support import MemoryUse, cgroup_free, cgroup_limit, memory_use
 
 # Released before the last checkpoint of a run that cannot continue.
 RESERVE_BYTES = 48 << 20

@@ -1,7 +1,7 @@
 """The design of every page: run report, store report, viewer and notebooks.
 
-`elements` makes escaped HTML: tables, cards, facts, tokens, commands. `tables` are tables that are shown as
-text too. `plots` makes plots from plain numbers. `document` puts sections into a page with title, facts,
+`elements` makes escaped HTML: tables, cards, facts, tokens, commands; a `Table` is
+shown as text too. `plots` makes plots from plain numbers. `document` puts sections into a page with title, facts,
 navigation and content security policy. `style.css` holds all colors and sizes, `page.js` sorts and filters
 tables, `plots.js` draws plots with BokehJS. Nothing here imports Bokeh in Python: the browser builds the
 plots, so that writing a page takes milliseconds.

@@ -7,14 +7,13 @@ run, and no request goes to another host.
 
 import base64
 import hashlib
-import importlib.util
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tracestore.errors import MissingExtraError
+from tracestore.extras import require_module
 from tracestore.pages.elements import Html, element, join
 from tracestore.pages.elements import facts as facts_list
 
@@ -161,13 +160,8 @@ def _asset(name: str) -> str:
 @cache
 def _bokeh() -> tuple[str, ...]:
     """Return the scripts of BokehJS. Its Python modules, which take a second to import, are not needed."""
-    try:
-        spec = importlib.util.find_spec("bokeh")
-    except (ModuleNotFoundError, ValueError):  # ValueError: sys.modules holds None for it
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
-        raise MissingExtraError("bokeh is not installed; run: pip install 'tracestore[serve]'", name="bokeh")
-    folder = Path(spec.submodule_search_locations[0]) / "server/static/js"
+    spec = require_module("bokeh", "serve")
+    folder = Path((spec.submodule_search_locations or [""])[0]) / "server/static/js"
     return tuple((folder / name).read_text(encoding="utf-8") for name in _BOKEH)
 
 

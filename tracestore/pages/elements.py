@@ -2,14 +2,14 @@
 
 A value with a method `__html__` is inserted unchanged; every other value becomes text, with unprintable
 characters (control characters, changes of the writing direction, lone surrogates) made visible. Ids,
-questions, names and paths from files therefore need no care by the caller.
+questions, names and paths from files therefore need no care by the caller. A `Table` is also shown as text.
 """
 
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tracestore.errors import escape_unprintable
 
@@ -231,3 +231,43 @@ def tokens(
     scale = [element("span", Html("&nbsp;"), class_=f"v{k}") for k in range(_LEVELS)]
     legend = element("span", *scale, class_="scale", aria_hidden="true")
     return join([shown, element("p", f"{label} {low:.3g} ", legend, f" {high:.3g}", class_="note")])
+
+
+_ASCII = str.maketrans({"–": "-", "→": "->"})
+
+
+class Table(NamedTuple):
+    """A table whose cells are those of `elements.table`. It is HTML in a page.
+
+    Parameters
+    ----------
+    caption : str
+        What the table contains; the text lacks it.
+    header : sequence of str
+        Names of the columns.
+    rows : sequence of sequences
+        Texts, numbers and cells.
+    """
+
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    def __html__(self) -> Html:
+        """Return the table as HTML."""
+        return table(self.header, self.rows, caption=self.caption)
+
+    def text(self) -> str:
+        """Return the table as lines: names to the left, other columns to the right."""
+        lines = [[_text(cell) for cell in row] for row in (self.header, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join([f"{line[0]:{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))])
+            for line in lines
+        )
+
+
+def _text(cell: object) -> str:
+    content = cell.text if isinstance(cell, TableCell) else cell
+    text = "" if content is None else f"{content:,}" if isinstance(content, int) else str(content)
+    return text.translate(_ASCII)

@@ -141,11 +141,7 @@
     const { rows, columns } = image;
     figure.x_range = new Bokeh.Range1d({ start: -0.5, end: columns - 0.5 });
     figure.y_range = new Bokeh.Range1d({ start: rows - 0.5, end: -0.5 });
-    const mix = (a, b, t) => "#" + [1, 3, 5].map((k) => Math.round(parseInt(a.slice(k, k + 2), 16) * (1 - t) + parseInt(b.slice(k, k + 2), 16) * t).toString(16).padStart(2, "0")).join("");
-    const steps = (a, b) => Array.from({ length: 128 }, (_, k) => mix(a, b, k / 127));
-    const palette = image.diverging
-      ? [...steps(css("correct"), css("background")), ...steps(css("background"), css("hallucinated"))]
-      : Bokeh.Palettes.cividis(256);
+    const palette = Bokeh.Palettes.cividis(256);
     const mapper = new Bokeh.LinearColorMapper({ palette, low: image.low, high: image.high, nan_color: css("border") });
     const array = Bokeh.require("core/util/ndarray").ndarray(values, { dtype: "float64", shape: [rows, columns] });
     const source = new Bokeh.ColumnDataSource({ data: { image: [array] } });

@@ -180,7 +180,6 @@ def heat_map(
     x_label: str,
     y_label: str,
     value_label: str,
-    is_diverging: bool = False,
     x_names: Sequence[str] | None = None,
     y_names: Sequence[str] | None = None,
     height: int = 360,
@@ -196,8 +195,6 @@ def heat_map(
         float (rows, columns), of at most MAX_SIDE rows and columns. Values that are not finite have no color.
     x_label, y_label, value_label : str
         Names of columns, rows and values.
-    is_diverging : bool
-        Center the colors at 0.
     x_names, y_names : sequence of str, optional
         Names of columns and rows: tokens.
     height, note
@@ -212,8 +209,6 @@ def heat_map(
         raise ValueError(f"a heat map of {values.shape}, expected at most {MAX_SIDE} rows and columns")
     known = values[np.isfinite(values)].astype(float)
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
-    if is_diverging:
-        low, high = -max(-low, high), max(-low, high)
     span = high - low or 1.0
     # 16 bits per value: a third of the size of decimal numbers.
     levels = np.where(np.isfinite(values), np.round((values - low) / span * 65534), 65535).astype("<u2")
@@ -222,7 +217,7 @@ def heat_map(
     spec = {
         "x": {"label": x_label, "integer": True, "names": _names(x_names)},
         "y": {"label": y_label, "integer": True, "names": _names(y_names)},
-        "image": image | {"label": value_label, "diverging": is_diverging},
+        "image": image | {"label": value_label},
         "series": [],
         "references": [],
         "height": height,

@@ -1,4 +1,4 @@
-"""report.html of a benchmark."""
+"""The results of a benchmark, as report.html and as text tables."""
 
 import itertools
 from collections.abc import Mapping
@@ -7,17 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.evaluation.clusters import UNITS, adjusted_p_to
-from tracestore.evaluation.metric_table import format_interval
+from tracestore.evaluation.significance import UNITS, adjusted_p_to
 from tracestore.pages import elements
 from tracestore.pages.document import Section, document
-from tracestore.pages.elements import Html, TableCell, element, join, number, paragraph, table
+from tracestore.pages.elements import Html, Table, TableCell, element, join, number, paragraph, table
+from tracestore.pages.notebook import fragment
 from tracestore.pages.plots import Series, heat_map, plot
-from tracestore.pages.tables import Table
-from tracestore.reports.detector_tables import origin, p_value
+from tracestore.reports.detector_tables import format_interval, origin, p_value
 from tracestore.store.html import serve_command
 from tracestore.store.io.fsio import write_atomic
-from tracestore.words import format_size
+from tracestore.words import format_size, plural
 
 _MAX_TRANSFER = 6
 LEGEND = (
@@ -208,3 +207,41 @@ def _transfer(results: Mapping[str, Any]) -> Html:
         for n in best
     ]  # fmt: skip
     return join([transfer_table(results), element("div", *maps, class_="plots")])
+
+
+def format_results(results: dict[str, Any]) -> str:
+    """Return the tables of every store and scheme of folds, and the transfer matrix of several stores."""
+    parts = []
+    for name, entry in results["stores"].items():
+        counts = (
+            f"{plural(entry['num_traces'], 'trace')}, {entry['num_hallucinated']:,} hallucinated, "
+            f"{plural(entry['num_groups'], 'group')}, {plural(entry['folds']['num_folds'], 'fold')}"
+        )
+        for scheme in entry["folds"]["schemes"]:
+            lines = [f"{name}, folds by {scheme}: {counts}", scheme_table(entry, scheme).text()]
+            parts.append("\n".join([*lines, *too_few(entry, scheme)]))
+        if entry["label_sources"] is not None:
+            parts.append(
+                f"{name}, sources of labels; the detectors are fitted to {entry['label_sources']['fitted_to']}"
+            )
+            parts += [f"{found.caption}\n{found.text()}" for found in label_source_tables(entry["label_sources"])]
+        parts += [f"not run: {detector}: {reason}" for detector, reason in entry["skipped"].items()]
+        parts.append(f"features of all layers: {entry['features_s']:.1f} s")
+    if results["transfer"]:
+        found = transfer_table(results)
+        parts.append(f"{found.caption}\n{found.text()}")
+    return "\n\n".join([*parts, LEGEND])
+
+
+class BenchmarkResults(dict[str, Any]):
+    """The content of benchmark.json, shown as tables in a notebook."""
+
+    def _repr_html_(self) -> str:
+        tables: list[object] = []
+        for name, entry in self["stores"].items():
+            for scheme in entry["folds"]["schemes"]:
+                tables.append(scheme_table(entry, scheme)._replace(caption=f"{name}, folds by {scheme}"))
+            skipped = "; ".join(f"{detector}: {reason}" for detector, reason in entry["skipped"].items())
+            tables += [paragraph("Skipped: ", skipped, kind="note")] if skipped else []
+        values = {name: f"{e['num_traces']:,} labeled traces" for name, e in self["stores"].items()}
+        return fragment("Comparison of detectors", *tables, values=values)

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from tracestore.evaluation.evaluate import run_scores
-from tracestore.evaluation.metric_table import PROBE_NAME
 from tracestore.pages.document import Section, document
 from tracestore.pages.elements import Html, element, join, paragraph, table
 from tracestore.pages.plots import Series, plot
 from tracestore.reports import curves
-from tracestore.reports.detector_tables import best_of, model_table, origin, pair_table, verdict
+from tracestore.reports.detector_tables import PROBE_NAME, best_of, model_table, origin, pair_table, verdict
 from tracestore.store.io.fsio import write_atomic
 from tracestore.words import plural
 
@@ -21,8 +20,8 @@ def write_comparison(
     found: Mapping[str, Mapping[str, Any]],
     runs: Mapping[str, Any],
     path: Path,
-    command: str | None = None,
-    notes: Sequence[str] = (),
+    command: str | None,
+    notes: Sequence[str],
 ) -> None:
     """Write one page about several runs.
 
@@ -34,7 +33,7 @@ def write_comparison(
         The results of each run by its folder.
     path : Path
         The page.
-    command : str, optional
+    command : str or None
         The command that compares.
     notes : sequence of str
         Warnings about what is compared.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.data.tokens.answers import answer_span
-from tracestore.evaluation.evaluate import RunScores, evaluate_runs
+from tracestore.evaluation.evaluate import evaluate_runs, unscaled_scores
 from tracestore.evaluation.store_split import Split
 from tracestore.store.read.store import TraceStore
 
@@ -41,7 +41,6 @@ def control_entries(
     dict
         Entries by name, with ``test``: auroc, auprc, their intervals, num_traces, num_questions, too_few.
     """
-    groups = np.array([store.group(k) for k in range(len(store))], dtype=object)
     tested = np.concatenate([split.indices["test"] for split in splits]).tolist()
     num_tokens = store.num_tokens
     controls: dict[str, Callable[[np.ndarray], np.ndarray]] = {}  # functions of the test traces
@@ -54,16 +53,15 @@ def control_entries(
         runs = []
         for fold, split in enumerate(splits):
             test = split.indices["test"]
-            questions = np.array(store.question_ids.take(test), dtype=object)
             labels = (targets[test] >= 0.5).astype(np.int64)
-            runs.append(RunScores(fold, test, questions, groups[test], labels, score(test), 0.0, 1.0))
+            runs.append(unscaled_scores(store, fold, test, labels, score(test)))
         of_runs = evaluate_runs(runs, seed)["test"]
         found[name] = {"test": {key: of_runs[key] for key in _METRICS}}
     return found
 
 
 def _mean_logprob(store: TraceStore, indices: np.ndarray) -> np.ndarray:
-    """Return the mean log-probability of each trace's answer; the mean of all where it is unknown."""
+    """Return the mean log-probability of each trace's answer, NaN where it is unknown."""
     means = np.full(len(indices), np.nan)
     for position, index in enumerate(indices.tolist()):
         trace = store[index]
@@ -74,5 +72,4 @@ def _mean_logprob(store: TraceStore, indices: np.ndarray) -> np.ndarray:
         values = values[begin:end]
         if np.isfinite(values).any():
             means[position] = values[np.isfinite(values)].mean()
-    known = means[~np.isnan(means)]
-    return np.where(np.isnan(means), known.mean() if len(known) else 0.0, means)
+    return means

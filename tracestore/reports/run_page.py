@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from tracestore.evaluation.evaluate import RunScores, run_scores
-from tracestore.evaluation.metric_table import PROBE_NAME, entries_of
 from tracestore.pages.document import Section, document
 from tracestore.pages.elements import Html, command, details, element, facts, join, number, paragraph, table
 from tracestore.pages.plots import Series, histogram, plot
 from tracestore.reports import curves
 from tracestore.reports.controls import DESCRIPTIONS
-from tracestore.reports.detector_tables import best_of, model_table, origin, pair_table, verdict
+from tracestore.reports.detector_tables import PROBE_NAME, best_of, entries_of, model_table, origin, pair_table, verdict
 from tracestore.reports.mistakes import mistake_cards
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.html import serve_command

@@ -1,6 +1,6 @@
 """The viewer: which page or picture answers which address."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,10 +9,11 @@ from tracestore.pages.document import Section, assets, document
 from tracestore.pages.elements import Html, element, join, paragraph
 from tracestore.serve.forms import address
 from tracestore.serve.list_page import list_sections, store_facts
+from tracestore.serve.pictures import attention_picture
 from tracestore.serve.projection import Projection
 from tracestore.serve.results_page import results_sections
 from tracestore.serve.search import Query, TraceSearch
-from tracestore.serve.trace_page import attention_picture, trace_sections
+from tracestore.serve.trace_page import trace_sections
 
 ASSETS = "/assets"
 
@@ -47,39 +48,29 @@ class Viewer:
         kind, _, rest = path.removeprefix("/").partition("/")
         if kind == "assets" and rest in self._assets:
             return Response(200, *self._assets[rest])
-        answers: dict[str, Callable[[Mapping[str, str], str], Response]] = {
-            "store": self._list, "trace": self._trace, "projection": self._points, "results": self._results,
-            "picture": self._picture,
-        }  # fmt: skip
         try:
-            if kind not in answers or (rest != "") != (kind in ("trace", "picture")):
-                raise KeyError(path)
-            return answers[kind](arguments, rest)
+            match kind, rest:
+                case "store", "":
+                    query = Query.from_arguments(arguments)
+                    return self._page("Traces", list_sections(self._search, query), query)
+                case "projection", "":
+                    query = Query.from_arguments(arguments)
+                    return self._page("Projection", self._projection.sections(query, arguments), query)
+                case "results", "":
+                    return self._page("Results", results_sections(self._search), Query())
+                case "trace", _:
+                    index = self._index(rest)
+                    title = f"Trace {index}: {self._search.store.question_ids[index]}"
+                    sections = trace_sections(self._search, index, arguments)
+                    return self._page(title, sections, Query.from_arguments(arguments), here="")
+                case "picture", _:
+                    picture = attention_picture(self._search.store, self._index(rest), arguments)
+                    return Response(200, "image/png", picture)
+            raise KeyError(path)
         except KeyError:
             return self._error(404, "Not found", "The store has no such page.")
         except TracestoreError as error:
             return self._error(400 if error.exit_code == 2 else 500, "Error", str(error))
-
-    def _list(self, arguments: Mapping[str, str], _rest: str) -> Response:
-        query = Query.from_arguments(arguments)
-        return self._page("Traces", list_sections(self._search, query), query)
-
-    def _trace(self, arguments: Mapping[str, str], rest: str) -> Response:
-        index = self._index(rest)
-        title = f"Trace {index}: {self._search.store.question_ids[index]}"
-        sections = trace_sections(self._search, index, arguments)
-        return self._page(title, sections, Query.from_arguments(arguments), here="")
-
-    def _points(self, arguments: Mapping[str, str], _rest: str) -> Response:
-        query = Query.from_arguments(arguments)
-        return self._page("Projection", self._projection.sections(query, arguments), query)
-
-    def _results(self, arguments: Mapping[str, str], _rest: str) -> Response:
-        return self._page("Results", results_sections(self._search), Query())
-
-    def _picture(self, arguments: Mapping[str, str], rest: str) -> Response:
-        picture = attention_picture(self._search.store, self._index(rest), arguments)
-        return Response(200, "image/png", picture)
 
     def _index(self, text: str) -> int:
         """Return the index of a trace; KeyError if the store has none of it."""

@@ -87,12 +87,9 @@ class Results:
             is_benchmark = (path / _BENCHMARK).exists()
             if not is_benchmark and (path.is_dir() or not path.suffix):
                 results._read_models(read_results(path))
-            scores = (
-                path
-                if path.suffix == ".csv" and not path.is_dir()
-                else path / ("scores.csv" if is_benchmark else "predictions.csv")
-            )
-            if scores == path or is_benchmark or scores.exists():
+            is_file = path.suffix == ".csv" and not path.is_dir()
+            scores = path if is_file else path / ("scores.csv" if is_benchmark else "predictions.csv")
+            if is_file or is_benchmark or scores.exists():
                 with _readable(scores) as file, open_csv(open_regular(file)) as rows:
                     results._read_scores(csv.DictReader(rows, strict=True), store)
             is_unique = len({other.name for other in paths}) == len(paths)
@@ -124,7 +121,7 @@ class Results:
                 # As training computes probabilities: a trace at the threshold has this very number.
                 self.thresholds[name] = float(np.exp(-np.logaddexp(0, -entry.get("threshold", 0.0))))
             if "history" in entry:
-                self.history[name] = {k: _floats(v) for k, v in entry["history"].items()}
+                self.history[name] = {k: np.array(v, float).tolist() for k, v in entry["history"].items()}
 
     def predicts(self, name: str) -> np.ndarray:
         """Return which traces a detector predicts hallucinated, bool (N,); false for a trace without a probability."""
@@ -236,7 +233,3 @@ def _readable(path: Path) -> Iterator[Path]:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
         reason = escape_unprintable(str(error), 100)
         raise UsageError(f"{path}: not what tracestore train, predict or benchmark writes ({reason})") from None
-
-
-def _floats(values: Any) -> list[float]:
-    return [math.nan if v is None else float(v) for v in values]

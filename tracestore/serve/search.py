@@ -2,8 +2,10 @@
 
 import itertools
 import math
+import re
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -11,15 +13,21 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from tracestore.errors import TracestoreError, UsageError, escape_unprintable
+from tracestore.errors import CorruptStoreError, TracestoreError, UsageError, escape_unprintable
 from tracestore.serve.results import Results
-from tracestore.serve.texts import FoldedTexts
+from tracestore.store.format import schema
+from tracestore.store.format.ragged import is_offsets
+from tracestore.store.read.batch_sources import primary_locations
+from tracestore.store.read.index import grouped
+from tracestore.store.read.segment import SegmentReader
 from tracestore.store.read.store import TraceStore
 
 ANY, HALLUCINATED, CORRECT, UNLABELED = "any", "hallucinated", "correct", "unlabeled"
 LABELS = (ANY, HALLUCINATED, CORRECT, UNLABELED)
 STORED, SCORE, TOKENS = "as stored", "score", "tokens"
 _MAX_WORDS = 1_000
+# Ends each text. Texts that contain it are searched as if it were a space.
+_END = b"\0"
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,93 @@ def _parse(name: str, text: str) -> Any:
         raise UsageError(f"{name}: found {escape_unprintable(text, 40)}, expected {expected}") from None
 
 
+class FoldedTexts:
+    """Question ids, questions and answers of all traces, casefolded.
+
+    They need as many bytes of memory as the texts have, and at most 39 for each trace.
+
+    Parameters
+    ----------
+    store : TraceStore
+        The store. All texts are read.
+
+    Raises
+    ------
+    CorruptStoreError
+        A text cannot be read.
+    """
+
+    def __init__(self, store: TraceStore) -> None:
+        places = primary_locations(store.internals.index.locations(store.indices))
+        blobs, owners = [], []
+        for number, traces in grouped(places[:, 0]):
+            blob, count = _segment_texts(store.internals.segment(number), places[traces, 1])
+            blobs.append(blob)
+            owners.append(np.tile(traces.astype("i4"), count))
+        self._num_traces = len(store)
+        self._bytes = b"".join(blobs)
+        self._ends = np.flatnonzero(np.frombuffer(self._bytes, "u1") == 0)
+        self._owners = np.concatenate(owners or [np.zeros(0, "i4")])
+
+    def containing(self, words: str) -> np.ndarray:
+        """Return which traces contain all words, bool (N,).
+
+        Parameters
+        ----------
+        words : str
+            Words that the question id, question or answer must contain, in any case.
+        """
+        mask = np.ones(self._num_traces, bool)
+        for word in words.replace("\0", " ").casefold().split():
+            # Up to the end of its text, so that each text is found once.
+            pattern = re.escape(word.encode("utf-8", "surrogatepass")) + b"[^\0]*"
+            begins = [match.start() for match in re.finditer(pattern, self._bytes)]
+            found = np.zeros(self._num_traces, bool)
+            found[self._owners[np.searchsorted(self._ends, begins)]] = True
+            mask &= found
+        return mask
+
+
+def _segment_texts(segment: SegmentReader, rows: np.ndarray) -> tuple[bytes, int]:
+    """Return the folded texts of some rows, each with its end, and the number of texts of a row.
+
+    The first text of all rows comes first, then the second text of all rows.
+    """
+    if len(rows) and rows.max() >= segment.num_rows:
+        raise CorruptStoreError(f"{segment.rows_path}: row {rows.max()} of {segment.num_rows}")
+    present = segment.values("fields")[rows]
+    fields = [("question_id", np.ones(len(rows), bool))]
+    fields.append(("question", (present & schema.FIELD_BITS["question"]) != 0))
+    is_open = np.ones(len(rows), bool)
+    for name in schema.ANSWER_FIELDS:
+        is_there = (present & schema.FIELD_BITS[name]) != 0
+        fields.append((name, is_there & is_open))
+        is_open &= ~is_there
+    blobs = [_joined(segment, name, rows, chosen) for name, chosen in fields if name == "question_id" or chosen.any()]
+    try:
+        return b"".join(map(_folded, blobs)), len(blobs)
+    except UnicodeDecodeError as error:
+        raise CorruptStoreError(f"{segment.rows_path}: {error}") from None
+
+
+def _folded(texts: bytes) -> bytes:
+    # The casefolded form of ASCII is its lower case, which is ten times as fast.
+    if texts.isascii():
+        return texts.lower()
+    return texts.decode("utf-8", "surrogatepass").casefold().encode("utf-8", "surrogatepass")
+
+
+def _joined(segment: SegmentReader, name: str, rows: np.ndarray, chosen: np.ndarray) -> bytes:
+    """Return one text of each row, or nothing for a row that is not chosen, each with its end."""
+    values, offsets = segment.values(name), segment.values(f"{name}_offsets")
+    if not is_offsets(offsets, len(values)):
+        raise CorruptStoreError(f"{segment.rows_path}: {name}_offsets: not offsets")
+    data = values.tobytes().replace(_END, b" ")
+    begins = offsets[rows].tolist()
+    ends = np.where(chosen, offsets[rows + 1], offsets[rows]).tolist()
+    return _END.join([*(data[begin:end] for begin, end in zip(begins, ends, strict=True)), b""])
+
+
 class TraceSearch:
     """A search over the traces of a store.
 
@@ -124,9 +219,7 @@ class TraceSearch:
     def __init__(self, store: TraceStore, results: Results | None = None, score_threshold: float | None = None) -> None:
         self.store, self.results = store, results or Results()
         self.targets = store.targets(score_threshold)
-        self._texts: FoldedTexts | None = None
-        self._thread: threading.Thread | None = None
-        self._error: TracestoreError | None = None
+        self._texts: Future[FoldedTexts] | None = None
         self._lock = threading.Lock()
         self._last_found = lru_cache(maxsize=1)(self._find)
         # A new order of the same traces does not search again.
@@ -169,13 +262,13 @@ class TraceSearch:
         known = ((float(self.targets[index]), label) for index, label in self.results.labels.items())
         return sum(not math.isnan(target) and (target >= 0.5) != (label >= 0.5) for target, label in known)
 
-    def start_reading(self) -> threading.Thread:
-        """Start the thread that reads the texts unless it was started, and return it."""
+    def start_reading(self) -> "Future[FoldedTexts]":
+        """Return the texts of all traces, which a thread reads once."""
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._read, name="texts", daemon=True)
-                self._thread.start()
-            return self._thread
+            if self._texts is None:
+                self._texts = Future()
+                threading.Thread(target=self._read, args=(self._texts,), name="texts", daemon=True).start()
+            return self._texts
 
     def _matches(self, query: Query) -> np.ndarray:
         names = {"label": LABELS, "missed": ("", *self.results.probabilities)}
@@ -201,7 +294,7 @@ class TraceSearch:
             if high is not None:
                 mask &= values <= high
         if query.words:
-            mask &= self._all_texts().containing(query.words)
+            mask &= self.start_reading().result().containing(query.words)
         return mask
 
     def _ranks(self, order: str, indices: np.ndarray, descending: bool) -> np.ndarray:
@@ -224,17 +317,12 @@ class TraceSearch:
         names = [name.decode("utf-8", "surrogatepass") for name in known]
         return names, np.array([numbers[name] for name in of_traces], np.int64)
 
-    def _all_texts(self) -> FoldedTexts:
-        self.start_reading().join()
-        if self._texts is None:
-            raise self._error or TracestoreError(f"{self.store.path}: texts cannot be read")
-        return self._texts
-
-    def _read(self) -> None:
+    def _read(self, texts: "Future[FoldedTexts]") -> None:
         try:
-            self._texts = FoldedTexts(self.store)
             _ = self._group_numbers
+            texts.set_result(FoldedTexts(self.store))
         except TracestoreError as error:
-            self._error = error
+            texts.set_exception(error)
         except Exception as error:  # The page shows it.
-            self._error = TracestoreError(f"{self.store.path}: texts cannot be read: {type(error).__name__}: {error}")
+            text = f"{self.store.path}: texts cannot be read: {type(error).__name__}: {error}"
+            texts.set_exception(TracestoreError(text))

@@ -25,9 +25,7 @@ from tracestore.oom.oom_errors import unless_out_of_memory
 from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
-from tracestore.train.side_streams import side_streams
-from tracestore.train.step_graphs import StepGraphs
-from tracestore.train.step_inputs import StepInputs
+from tracestore.train.step_graphs import StepGraphs, StepInputs, side_streams
 
 T = TypeVar("T")
 Batch = SequenceBatch | GraphBatch

@@ -95,7 +95,9 @@ class CheckpointedRun:
             known = [Provenance.from_json(p) for p in saved["provenance"]]
             require_compatible(known, self.provenance, "is of another store")
         state = TrainState.from_dict(saved["progress"])
-        _check_guard(saved["guard"])
+        steps, events = saved["guard"]["num_steps"], saved["guard"]["events"]
+        if type(steps) is not int or steps < 0 or any(type(event["epoch"]) is not int for event in events):
+            raise ValueError("not the state of a guard")
         _check_optimizer(saved["optimizer"], self.guard.optimizer)
         self.guard.model.load_state_dict(saved["model"])
         self.guard.optimizer.load_state_dict(saved["optimizer"])
@@ -109,12 +111,6 @@ class CheckpointedRun:
         self.feed.loader.load_state_dict(saved["loader"])
         restore_random_state(saved["random"])
         return state
-
-
-def _check_guard(saved: dict[str, Any]) -> None:
-    is_count = type(saved["num_steps"]) is int and saved["num_steps"] >= 0
-    if not is_count or not all(isinstance(e, dict) and type(e["epoch"]) is int for e in saved["events"]):
-        raise ValueError("not the state of a guard")
 
 
 def _check_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:

@@ -1,28 +1,32 @@
-"""Run a detector's model on its device: steps, and the scores of a split."""
+"""Run a detector's model on its device: steps, their losses, and the scores of a split."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tracestore.data.batches.batch_format import View
 from tracestore.detectors.graph.gine import GINE, is_fused
 from tracestore.detectors.layers.dropout import masks_on_device
 from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.layers.precision import autocast_for
-from tracestore.detectors.models import DetectorModel, DetectorOutput, detector_loss
-from tracestore.errors import InsufficientMemoryError
+from tracestore.detectors.models import DetectorModel, DetectorOutput, Standardizer, detector_loss
+from tracestore.errors import InsufficientMemoryError, TrainingError
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.oom.optimizers import Adam
+from tracestore.oom.step_loss import StepLoss
+from tracestore.store.format import schema
+from tracestore.store.read.store import TraceStore
 from tracestore.train.batches import AccumulatedBatch, BatchFeed, DeviceBatch
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.signals import StopReason, StopSignals
-from tracestore.train.step_graphs import ReplayedLoss, StepGraphs
-from tracestore.train.step_inputs import StepInputs
+from tracestore.train.step_graphs import ReplayedLoss, StepGraphs, StepInputs
 
 _WEIGHT_DECAY = 1e-5
 
@@ -164,3 +168,88 @@ def score_split(
     y = (np.array([label for _, labels, _ in ordered for label in labels]) >= 0.5).astype(int)
     logits = np.array([logit for _, _, logits in ordered for logit in logits])
     return SplitScores(y, logits, sum(loss for _, loss in gathered) / len(y))
+
+
+class UnreadLoss(NamedTuple):
+    """The loss of a step that a GPU may still compute, and what a message needs to know of its traces."""
+
+    loss: StepLoss
+    size: int
+    traces: list[tuple[torch.Tensor, list[str]]]
+
+    @classmethod
+    def of(cls, step: AccumulatedBatch, loss: StepLoss) -> "UnreadLoss":
+        """Return the loss of a step without its batches."""
+        return cls(loss, step.global_size, [(b.trace_index, b.question_id) for b in step.batches])
+
+    def read(self, store: TraceStore, ranks: DistributedContext, *, is_scaled: bool) -> float:
+        """Return the mean loss over the traces of all ranks; end all ranks if it is not finite."""
+        loss = float(ranks.all_reduce_sum(torch.tensor([self.loss.result()], dtype=torch.float64)))
+        if math.isfinite(loss):
+            return loss
+        own = [pair for index, ids in self.traces for pair in zip(index.tolist(), ids, strict=True)]
+        found = ranks.all_gather([q for i, q in own if store[i].has_nonfinite])
+        ids = [q for questions in found for q in questions]
+        if ids:
+            reason = f"the trace of question {ids[0]!r} holds NaN or infinite values; --drop-nonfinite leaves it out"
+        else:
+            reason = f"questions of the step: {', '.join(q for _, q in own[:4])}, ...; lower --lr"
+            if is_scaled:
+                reason += ", or, as float16 ends at 65,504, use --precision bf16"
+        ranks.abort_all(TrainingError(f"the loss is {loss}: {reason}"))
+
+
+def fit_standardizer(
+    model: DetectorModel, store: TraceStore, indices: np.ndarray, view: View, ranks: DistributedContext
+) -> None:
+    """Set mean and standard deviation of the model's standardizer, per column of each layer that the model reads.
+
+    Parameters
+    ----------
+    model : DetectorModel
+        Left unchanged if its standardizer is not active.
+    store : TraceStore
+    indices : numpy.ndarray
+        Store indices of the training split. Each rank reads a part of them.
+    view : {"sequence", "graph"}
+        "sequence": statistics of the last tokens; "graph": of all tokens.
+    ranks : DistributedContext
+
+    Raises
+    ------
+    TrainingError
+        If a trace holds NaN or infinite values in a layer that the model reads.
+    """
+    standardizer = next(m for m in model.modules() if isinstance(m, Standardizer))
+    if not standardizer.is_active:
+        return
+    # The rows are sum, sum of squares and count.
+    layers, nonfinite = list(model.layers_read), list[str]()
+    sums = np.zeros((3, len(layers), store.hidden_dim))
+    for index in indices[ranks.rank :: ranks.world_size]:
+        trace = store[int(index)]
+        rows = trace.last_token_bits[:, None] if view == "sequence" else trace.hidden_states_bits
+        if trace.has_nonfinite and not np.isfinite(schema.as_float32(rows[layers], store.hidden_dtype)).all():
+            nonfinite.append(trace.question_id)
+            continue
+        # Layer by layer, so that the wide values stay in the cache.
+        for total, layer in zip(sums.swapaxes(0, 1), layers, strict=True):
+            values = schema.as_float32(rows[layer], store.hidden_dtype).astype(np.float64)
+            total[0] += values.sum(0)
+            total[1] += np.einsum("sd,sd->d", values, values)
+        sums[2] += rows.shape[1]
+    wrong = [question for questions in ranks.all_gather(nonfinite) for question in questions]
+    if wrong:
+        ranks.abort_all(
+            TrainingError(
+                f"the trace of question {wrong[0]!r} holds NaN or infinite values ({len(wrong)} such training traces): "
+                "--drop-nonfinite leaves them out"
+            )
+        )
+    total, squares, count = ranks.all_reduce_sum(torch.from_numpy(sums))
+    mean = total / count
+    variance = squares / count - mean.square()
+    # A column that is constant in training is only centered: other traces may have another value. The rounding of its
+    # variance grows with the rows, to 3e-11 of the squared mean with a million.
+    std = torch.where(variance > 1e-10 * mean.square(), variance.sqrt().clamp_min(1e-6), 1)
+    standardizer.mean[layers], standardizer.std[layers] = mean.to(standardizer.mean), std.to(standardizer.std)

@@ -9,23 +9,75 @@ References
 PyTorch, "CUDA semantics", section "CUDA Graphs".
 """
 
+import functools
 import gc
 import logging
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from tracestore.detectors.graph.inputs import GraphInputs
+from tracestore.detectors.layers.dropout import TraceMasks
 from tracestore.oom.oom_errors import is_out_of_memory
-from tracestore.train.side_streams import side_streams
-from tracestore.train.step_inputs import StepInputs
 
 T = TypeVar("T")
 # Graphs that are kept, and the share of the memory of a GPU, 1 / 16, that their inputs take. Other shapes are computed operation by operation.
 _MAX_GRAPHS, _INPUT_SHARE = 64, 16
+
+
+@dataclass
+class StepInputs:
+    """The inputs of some traces of a batch.
+
+    Parameters
+    ----------
+    inputs : torch.Tensor or GraphInputs
+        Sequences ``(B, L, D)``, or graphs.
+    y : torch.Tensor
+        Labels ``(B,)``.
+    masks : TraceMasks, optional
+        Dropout masks, and the noise of a variational autoencoder, in training.
+    """
+
+    inputs: Any
+    y: torch.Tensor
+    masks: TraceMasks | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors."""
+        inputs = self.inputs.tensors() if isinstance(self.inputs, GraphInputs) else [self.inputs]
+        return [*inputs, self.y, *([] if self.masks is None else [self.masks.state])]
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "StepInputs":
+        """Return a copy with a function applied to each tensor, in the order of `tensors`."""
+        inputs = self.inputs._map(function) if isinstance(self.inputs, GraphInputs) else function(self.inputs)
+        y, masks = function(self.y), self.masks
+        if masks is not None:
+            masks = TraceMasks(masks.key, masks.first, masks.count)
+            masks.state = function(self.masks.state)  # type: ignore[union-attr]
+        return StepInputs(inputs, y, masks)
+
+
+class SideStreams(NamedTuple):
+    """The streams on which batches are copied, and on which steps are recorded."""
+
+    copies: torch.cuda.Stream
+    recordings: torch.cuda.Stream
+
+
+@functools.cache
+def side_streams(device: torch.device) -> SideStreams:
+    """Return the streams of a GPU, the same in each call.
+
+    torch returns 32 streams in turn, so that one for each feed would become the one of recordings, and a copy a part
+    of a recording. The matrix products of each stream have a workspace.
+    """
+    return SideStreams(torch.cuda.Stream(device), torch.cuda.Stream(device))
 
 
 class ReplayedLoss:
@@ -209,7 +261,9 @@ class StepGraphs:
                     finally:
                         graph.capture_end()
             except BaseException:
-                _end_allocations(device, self._pool)
+                # Else torch may not allocate outside of the memory of recordings after one that was invalidated.
+                with suppress(Exception):
+                    torch._C._cuda_endAllocateToPool(device.index or 0, self._pool)  # type: ignore[arg-type]
                 raise
             finally:
                 # A recording that fails can leave its stream the current one.
@@ -235,9 +289,3 @@ class StepGraphs:
                 stacklevel=2,
             )
         return None
-
-
-def _end_allocations(device: torch.device, pool: Any) -> None:
-    """Let torch allocate outside of the memory of recordings again, which it may not after one that was invalidated."""
-    with suppress(Exception):
-        torch._C._cuda_endAllocateToPool(device.index or 0, pool)

@@ -15,10 +15,10 @@ import torch
 
 from tracestore import console
 from tracestore.data.order import Shuffle
-from tracestore.detectors.checkpoint_file import detector_checkpoint, seen_hashes
 from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.layers.precision import float32_layers
 from tracestore.detectors.registry import MODELS, make_model
+from tracestore.detectors.saved import detector_checkpoint, seen_hashes
 from tracestore.errors import (
     InsufficientMemoryError,
     RunInterruptedError,
@@ -47,11 +47,9 @@ from tracestore.train.checkpoint import (
 )
 from tracestore.train.config import TrainConfig, TrainState
 from tracestore.train.distributed import DistributedContext
-from tracestore.train.losses import UnreadLoss
-from tracestore.train.model_runner import ModelRunner, SplitScores, score_split
+from tracestore.train.model_runner import ModelRunner, SplitScores, UnreadLoss, fit_standardizer, score_split
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.signals import StopReason, StopSignals
-from tracestore.train.standardize import fit_standardizer
 
 # Attributes that hold memory; _setup() creates them.
 _LARGE_ATTRIBUTES = ("runner", "model", "feed", "guard", "checkpointed")

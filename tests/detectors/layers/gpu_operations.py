@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from tracestore.detectors.graph import gine
 from tracestore.detectors.layers import dropout, precision
-from tracestore.train.side_streams import side_streams
+from tracestore.train.step_graphs import side_streams
 
 CUDA = torch.device("cuda", 0)
 _NO_LAUNCH = {"detach", "_unsafe_view", "lift_fresh", "resize_", "set_", "_has_compatible_shallow_copy_type"}

@@ -19,8 +19,7 @@ from tests.helpers import (
     write_store,
 )
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.evaluation.nonfinite import drop_nonfinite
-from tracestore.evaluation.store_split import make_split
+from tracestore.evaluation.store_split import drop_nonfinite, make_split
 from tracestore.store.format import schema
 from tracestore.store.maintain.merge import merge_stores
 from tracestore.store.maintain.transfer import Transfer

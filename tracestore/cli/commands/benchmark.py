@@ -11,7 +11,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from tracestore.cli.flags import add_allow_mixed_provenance, add_flags, require_existing, values
+from tracestore.cli.flags import add_flags, add_shared, require_existing, values
 from tracestore.console import Output, Parser, Progress, int_between, positive_int
 from tracestore.errors import UsageError
 from tracestore.extras import require
@@ -64,7 +64,7 @@ def add_arguments(parser: Parser) -> None:
     add("--workers", type=positive_int, metavar="N", help="processes side by side (default: processors, at most 4)")
     add("--save-detectors", action="store_true", help="write detectors for tracestore predict to OUTPUT/checkpoints")
     add("--overwrite", action="store_true", help="replace earlier results; folds are never replaced")
-    add_allow_mixed_provenance(parser)
+    add_shared(parser, "--allow-mixed-provenance")
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -77,9 +77,9 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise UsageError(f"--folds-dir {args.folds_dir}: no such folder")
     require("train")  # The report is written at the end; a missing library is reported at the start.
     # Imported here, so that wrong usage is reported at once.
-    from tracestore.benchmark.result_table import format_results
     from tracestore.benchmark.run import REPORT, RESULTS, BenchmarkOptions, run_benchmark
     from tracestore.detectors.registry import select
+    from tracestore.reports.benchmark_page import format_results
 
     options = BenchmarkOptions(
         tuple(select(args.detectors)),

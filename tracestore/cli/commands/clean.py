@@ -6,7 +6,7 @@ Example: tracestore clean store.zarr --dry-run
 import argparse
 import re
 
-from tracestore.cli.flags import add_store
+from tracestore.cli.flags import add_shared
 from tracestore.console import Output, Parser
 from tracestore.errors import UsageError
 from tracestore.store.maintain.clean import DAY_S, clean_store
@@ -26,7 +26,7 @@ def _age(text: str) -> int:
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    add_store(parser)
+    add_shared(parser, "store")
     parser.add_argument(
         "--older-than",
         type=_age,

@@ -11,7 +11,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from tracestore.cli.flags import add_allow_mixed_provenance, add_overwrite
+from tracestore.cli.flags import add_shared
 from tracestore.console import Output, Parser
 from tracestore.errors import UsageError
 from tracestore.store.io.destinations import check_output_file
@@ -24,8 +24,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("folders", metavar="DIR", nargs="+", type=Path, help="output folders of tracestore train")
     text = "write a page (.html) about all runs; replaces an earlier one of tracestore (default: none)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=text)
-    add_overwrite(parser)
-    add_allow_mixed_provenance(parser)
+    add_shared(parser, "--overwrite", "--allow-mixed-provenance")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
@@ -36,8 +35,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if args.output is not None:
         check_output_file(args.output, (".html",), overwrite=args.overwrite, inputs=folders)
     # Imported here, so that wrong usage is reported at once.
-    from tracestore.evaluation.metric_table import format_table
     from tracestore.experiment.compare_runs import compare_runs, differences_of_traces, load_runs
+    from tracestore.reports.detector_tables import format_table
 
     results = load_runs(folders)
     document = compare_runs(results, allow_mixed_provenance=args.allow_mixed_provenance)

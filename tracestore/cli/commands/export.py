@@ -8,7 +8,7 @@ Example: tracestore export store.zarr traces_data/ --format pkl
 import argparse
 
 import tracestore
-from tracestore.cli.flags import add_store
+from tracestore.cli.flags import add_shared
 from tracestore.console import Output, Parser, Progress, positive_int
 from tracestore.export.exporter import TRACES_PER_FILE, export_store
 from tracestore.export.file_formats import FORMATS
@@ -18,7 +18,7 @@ from tracestore.words import format_size, plural
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    add_store(parser)
+    add_shared(parser, "store")
     parser.add_argument(
         "out_dir", metavar="OUT_DIR", help="a new or empty folder, or one with an unfinished export of the same store"
     )

@@ -5,16 +5,16 @@ Example: tracestore extract --model HuggingFaceTB/SmolLM2-135M-Instruct --questi
 
 import argparse
 import math
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tracestore.cli.flags import add_allow_mixed_provenance, add_shard, values
+from tracestore.cli.flags import add_shard, add_shared, values
 from tracestore.console import Output, Parser, Progress, float_where, int_between, int_list, positive_int
 from tracestore.errors import UsageError
 from tracestore.extract import extraction
 from tracestore.extract.judges import DEFAULT_JUDGES, JUDGES
-from tracestore.extract.questions import FACTS, GENERATED, Question, read_questions, with_samples
+from tracestore.extract.questions import FACTS, GENERATED, read_questions, with_samples
 from tracestore.extract.select import Select
 from tracestore.extras import needs
 from tracestore.store.format.schema import ATTENTION_MODES, CODECS
@@ -83,7 +83,7 @@ def add_arguments(parser: Parser) -> None:
     add("--batch-size", type=positive_int, default=1, metavar="N", help="questions per forward pass")
     add("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the model")
-    add_allow_mixed_provenance(parser)
+    add_shared(parser, "--allow-mixed-provenance")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
@@ -113,17 +113,13 @@ def run(args: argparse.Namespace, output: Output) -> None:
     # Imported here, because loading the libraries takes seconds: wrong usage is reported at once.
     with needs("extract"):
         from tracestore.extract.answering import AnswerOptions, answer_questions, provenance_of
-        from tracestore.extract.model import load_model
-        from tracestore.extract.model_lens import lens_of
+        from tracestore.extract.model import lens_of, load_model
         from tracestore.extract.prompts import read_template
 
     template = read_template(args.prompt_template) if args.prompt_template else None
     options = AnswerOptions(template=template, select=select, **values(args, _OPTIONS))
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
-
-    def answer(batch: Sequence[Question]) -> list[dict[str, Any]]:
-        return answer_questions(lm, batch, options)
-
+    answer = partial(answer_questions, lm, options=options)
     common: dict[str, Any] = {
         "batch_size": args.batch_size,
         "judges": tuple(dict.fromkeys(args.judges or DEFAULT_JUDGES)),
@@ -147,10 +143,12 @@ def run(args: argparse.Namespace, output: Output) -> None:
     with Progress(output) as progress:
         try:
             for is_correct in steps:
-                report.add(is_correct)
-                if is_correct is not None:
-                    done = report.made + report.already_there
-                    progress.update(done, total, lambda: f"{report.right / report.made:.0%} correct")
+                if is_correct is None:
+                    report.already_there += 1
+                    continue
+                report.made, report.right = report.made + 1, report.right + is_correct
+                done = report.made + report.already_there
+                progress.update(done, total, lambda: f"{report.right / report.made:.0%} correct")
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; the same command continues") from None
     share = f", {report.right / report.made:.0%} of the new answers correct" if report.made else ""

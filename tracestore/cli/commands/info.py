@@ -6,14 +6,14 @@ Example: tracestore info store.zarr --json
 import argparse
 
 import tracestore
-from tracestore.cli.flags import add_store
+from tracestore.cli.flags import add_shared
 from tracestore.console import Output, Parser
 from tracestore.words import format_size, plural
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    add_store(parser)
+    add_shared(parser, "store")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
@@ -25,16 +25,12 @@ def run(args: argparse.Namespace, output: Output) -> None:
     for name, value in info.items() if not args.json else ():
         if name == "bytes":
             value = f"{value:,} ({format_size(value)})"
-        elif name in ("attention_layout", "attention_dtype") and value is None:
+        elif name in ("attention_layout", "attention_dtype", "lens") and value is None:
             value = "none"
         elif isinstance(value, list):
             value = ", ".join(value)
         elif name == "lens":
-            value = (
-                "none"
-                if value is None
-                else f"{plural(value['num_tokens'], 'token')}, {value['dtype']}, norm {value['norm']}"
-            )
+            value = f"{plural(value['num_tokens'], 'token')}, {value['dtype']}, norm {value['norm']}"
         elif isinstance(value, dict):
             value = ", ".join(f"{key} ({field['direction']})" for key, field in value.items()) or None
         elif isinstance(value, int) and not isinstance(value, bool):

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path, PurePath
 from typing import Any
 
-from tracestore.cli.flags import add_overwrite
+from tracestore.cli.flags import add_shared
 from tracestore.console import Output, Parser
 from tracestore.errors import escape_unprintable, some_of
 from tracestore.ingest.builtin.claiming import claim
@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("src", nargs="+", type=Path, metavar="SRC", help="files, or folders of them")
     text = "write the layout; several are written as comments, of which one is to be chosen (default: print only)"
     parser.add_argument("--output", "--write", type=Path, metavar="FILE.toml", help=text)
-    add_overwrite(parser)
+    add_shared(parser, "--overwrite")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:

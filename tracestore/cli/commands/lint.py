@@ -5,7 +5,7 @@ Example: tracestore lint store.zarr --json
 
 import argparse
 
-from tracestore.cli.flags import add_score, add_store
+from tracestore.cli.flags import add_shared
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.maintain.lint import lint_store
 from tracestore.words import plural
@@ -13,8 +13,7 @@ from tracestore.words import plural
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    add_store(parser)
-    add_score(parser)
+    add_shared(parser, "store", "--score", "--score-threshold")
 
 
 def run(args: argparse.Namespace, output: Output) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import tracestore
-from tracestore.cli.flags import add_allow_mixed_provenance, values
+from tracestore.cli.flags import add_shared, values
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.format.schema import CODECS
 from tracestore.store.io.fsio import map_os_errors
@@ -29,7 +29,7 @@ def add_destination(parser: Parser) -> None:
     parser.add_argument("dst", metavar="DST", help="store to create or to append to")
     parser.add_argument("--codec", choices=CODECS, help="compression of DST (default: none)")
     parser.add_argument("--overwrite", action="store_true", help="replace DST")
-    add_allow_mixed_provenance(parser)
+    add_shared(parser, "--allow-mixed-provenance")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:

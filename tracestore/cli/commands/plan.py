@@ -6,7 +6,7 @@ Example: tracestore plan store.zarr --model gnn_det_lstm --memory 8GiB
 import argparse
 from typing import Any
 
-from tracestore.cli.flags import add_flags, add_num_threads, add_store, option_names, values
+from tracestore.cli.flags import add_flags, add_shared, option_names, values
 from tracestore.console import Output, Parser
 from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS
@@ -29,8 +29,7 @@ def add_arguments(parser: Parser) -> None:
     )
     add_flags(parser.add_argument_group("model"), ModelConfig)
     add_flags(parser.add_argument_group("training"), StepOptions)
-    add_num_threads(parser)
-    add_store(parser)
+    add_shared(parser, "--num-threads", "store")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
@@ -38,8 +37,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     # Imported here, because --help needs none of it. The run module is imported for its memory, which is
     # part of a plan.
     import tracestore.experiment.training_run
-    from tracestore.planning.measure import plan_training
-    from tracestore.planning.plan import detectors_for, training_traces
+    from tracestore.planning.plan import detectors_for, plan_training, training_traces
 
     if args.model is not None and args.model not in MODELS:
         raise UsageError(f"found --model {args.model}, expected one of {', '.join(MODELS)}")

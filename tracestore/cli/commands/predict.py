@@ -10,14 +10,7 @@ Example: tracestore predict other.zarr --checkpoint results/gnn_det_lstm/best.pt
 import argparse
 from pathlib import Path
 
-from tracestore.cli.flags import (
-    add_allow_mixed_provenance,
-    add_num_threads,
-    add_overwrite,
-    add_stores,
-    require_existing,
-    values,
-)
+from tracestore.cli.flags import add_shared, require_existing, values
 from tracestore.console import Output, Parser, Progress, positive_int
 from tracestore.store.io.destinations import check_output_file
 from tracestore.words import parse_size, plural
@@ -27,16 +20,13 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="checkpoint of tracestore train or benchmark")
-    add_stores(parser)
+    add_shared(parser, "stores", "--overwrite", "--num-threads", "--allow-mixed-provenance")
     text = "the file (.csv), which appears when all traces are scored"
     add("--output", type=Path, default=Path("predictions.csv"), metavar="FILE", help=text)
-    add_overwrite(parser)
     add("--batch-size", type=positive_int, default=16, metavar="N", help="traces in a batch")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    add_num_threads(parser)
     text = "memory for scoring in addition to the libraries, e.g. 8GiB (default: no limit)"
     add("--memory-budget", type=parse_size, metavar="SIZE", help=text)
-    add_allow_mixed_provenance(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 import tracestore
-from tracestore.cli.flags import add_allow_mixed_provenance, add_overwrite, add_score, add_stores
+from tracestore.cli.flags import add_shared
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.io.destinations import check_output_file
 from tracestore.store_page import write_report
@@ -18,13 +18,10 @@ from tracestore.store_page import write_report
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    add_stores(parser)
-    add_allow_mixed_provenance(parser)
+    add_shared(parser, "stores", "--allow-mixed-provenance", "--overwrite", "--score", "--score-threshold")
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="the page, .html; replaces one of tracestore"
     )
-    add_overwrite(parser)
-    add_score(parser)
     parser.add_argument("--no-lint", action="store_true", help="skip lint, which reads every value")
 
 

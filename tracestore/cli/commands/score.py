@@ -6,7 +6,7 @@ Example: tracestore score store.zarr --scores judged.csv --name judge --version 
 import argparse
 from pathlib import Path
 
-from tracestore.cli.flags import add_flags, add_store, values
+from tracestore.cli.flags import add_flags, add_shared, values
 from tracestore.console import Output, Parser
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.ingest.score_files import COLUMN_OPTIONS
@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--default", action="store_true", help=text)
     text = "a stored score or group whose cell is empty in the file: refuse, keep or remove it"
     parser.add_argument("--on-conflict", choices=ON_CONFLICT, default="error", help=text)
-    add_store(parser)
+    add_shared(parser, "store")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:

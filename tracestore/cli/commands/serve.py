@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 import tracestore
-from tracestore.cli.flags import add_score, add_store
+from tracestore.cli.flags import add_shared
 from tracestore.console import Output, Parser, port
 from tracestore.serve import make_server
 from tracestore.words import plural
@@ -18,10 +18,9 @@ from tracestore.words import plural
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     text = "output folder of tracestore train or benchmark, or a .csv file of scores; may be given several times (default: none)"
-    add_store(parser)
+    add_shared(parser, "store", "--score", "--score-threshold")
     parser.add_argument("--results", type=Path, metavar="PATH", action="append", default=[], help=text)
     parser.add_argument("--port", type=port, default=0, metavar="N", help="default: any free port")
-    add_score(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:

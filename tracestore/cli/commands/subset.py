@@ -12,7 +12,7 @@ import numpy as np
 
 import tracestore
 from tracestore.cli.commands.merge import add_destination, copy_traces
-from tracestore.cli.flags import add_score, add_store
+from tracestore.cli.flags import add_shared
 from tracestore.console import Output, Parser, int_ranges
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.store.maintain.merge import MergeReport, merge_stores
@@ -22,13 +22,12 @@ from tracestore.words import plural
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    add_store(parser)
+    add_shared(parser, "store", "--score", "--score-threshold")
     chosen = parser.add_mutually_exclusive_group(required=True)
     text = "file with one question id per line; copies all their samples"
     chosen.add_argument("--ids", type=Path, metavar="FILE", help=text)
     chosen.add_argument("--split", choices=("train", "val", "test"), help="a split of tracestore train")
     chosen.add_argument("--segments", type=int_ranges, metavar="RANGES", help="segments, such as 0-3,7")
-    add_score(parser)
     parser.add_argument("--seed", type=int, default=42, help="seed of --split")
     text = "leave traces with NaN or infinite values out of --split, as train with this option does"
     parser.add_argument("--drop-nonfinite", action="store_true", help=text)
@@ -69,8 +68,7 @@ def _chosen_indices(store: tracestore.TraceStore, args: argparse.Namespace, outp
         return np.sort(store[read_ids(args.ids)].indices)
     if args.segments is not None:
         return indices_of_segments(store, args.segments)
-    from tracestore.evaluation.nonfinite import check_finite, describe_dropped, drop_nonfinite
-    from tracestore.evaluation.store_split import make_split
+    from tracestore.evaluation.store_split import check_finite, describe_dropped, drop_nonfinite, make_split
 
     targets = store.targets(args.score_threshold)
     if args.drop_nonfinite:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tracestore.cli.flags import add_flags, add_num_threads, add_stores, option_names, require_existing, values
-from tracestore.console import Output, Parser, Progress
+from tracestore.cli.flags import add_flags, add_shared, option_names, require_existing, values
+from tracestore.console import Output, Parser, Progress, int_between
 from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
 from tracestore.errors import RankFailedError, UsageError
@@ -24,7 +24,7 @@ from tracestore.train.config import TrainConfig
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add_stores(parser)
+    add_shared(parser, "stores", "--num-threads")
     text = "folder for checkpoints, results.json and report.html"
     add("--output", "--output-dir", type=Path, default=Path("results"), metavar="DIR", help=text)
     for name in DEFAULT_MODELS:
@@ -37,7 +37,6 @@ def add_arguments(parser: Parser) -> None:
     training = parser.add_argument_group("training")
     add_flags(training, TrainConfig)
     add_flags(training, TrainOptions)
-    add_num_threads(parser)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add("--num-workers", type=_workers, default=0, metavar="auto|N", help="0: threads (default); N: DataLoader workers")
     earlier_run = parser.add_mutually_exclusive_group()
@@ -49,11 +48,12 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Train, and print the metrics of the test split."""
-    models, resume_command = _selected_models(args), _resume_command(args.prog, args.words)
+    models, others = _selected_models(args), [word for word in args.words if word not in ("--resume", "--overwrite")]
+    resume_command = _command(args.prog, [*others, "--resume"])
     require("train")  # Plots are drawn at the end; a missing library is reported at the start.
     # Imported here, because torch takes seconds to import and wrong usage is reported before.
-    from tracestore.evaluation.metric_table import format_table
     from tracestore.experiment.training_run import run_experiment
+    from tracestore.reports.detector_tables import format_table
     from tracestore.train.devices import pick_device, torch_threads
     from tracestore.train.distributed import DistributedContext
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         values(args, option_names(ModelConfig)),
         **values(args, option_names(TrainOptions)),
         overwrite=args.overwrite,
-        command=_command(args.prog, [*args.words]),
+        command=_command(args.prog, args.words),
         resume_command=resume_command,
     )
     try:
@@ -105,12 +105,7 @@ def _models(text: str) -> tuple[str, ...]:
 
 
 def _workers(text: str) -> int:
-    """Parse "auto" or a number of DataLoader workers."""
-    if text == "auto":
-        return 0
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected auto or a whole number")
-    return int(text)
+    return 0 if text == "auto" else int_between(0, 2**31 - 1, "auto or a whole number")(text)
 
 
 def _selected_models(args: argparse.Namespace) -> tuple[str, ...]:
@@ -129,11 +124,6 @@ def _selected_models(args: argparse.Namespace) -> tuple[str, ...]:
         raise UsageError(f"found --seed {args.seed}, --seeds {args.seeds}; the last seed must be below 2^32")
     require_existing(*args.stores)
     return models
-
-
-def _resume_command(prog: str, words: Sequence[str]) -> str:
-    """Return the command that continues the run, under torchrun if it was started so."""
-    return _command(prog, [*(word for word in words if word not in ("--resume", "--overwrite")), "--resume"])
 
 
 def _command(prog: str, words: Sequence[str]) -> str:

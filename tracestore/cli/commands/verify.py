@@ -6,7 +6,7 @@ Example: tracestore verify store.zarr --quick
 import argparse
 import sys
 
-from tracestore.cli.flags import add_store
+from tracestore.cli.flags import add_shared
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.maintain.verify import repair_store, verify_store
 from tracestore.words import format_size, plural
@@ -14,7 +14,7 @@ from tracestore.words import format_size, plural
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    add_store(parser)
+    add_shared(parser, "store")
     parser.add_argument("--quick", action="store_true", help="check the manifest and the sizes of files only")
     parser.add_argument(
         "--repair", action="store_true", help="restore a damaged newest manifest from its copy, or else set it aside"

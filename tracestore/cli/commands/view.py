@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 import tracestore
-from tracestore.cli.flags import add_overwrite
+from tracestore.cli.flags import add_shared
 from tracestore.console import Output, Parser, non_negative_int
 from tracestore.store.io.destinations import check_output_file
 from tracestore.store.io.files import parse_location
@@ -29,7 +29,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="FILE",
         help="save a picture (.png, .pdf or .svg) instead of printing (default: print)",
     )
-    add_overwrite(parser)
+    add_shared(parser, "--overwrite")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:

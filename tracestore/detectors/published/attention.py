@@ -1,6 +1,5 @@
 """Logistic regressions on features of the attention maps of all layers and heads."""
 
-from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -29,9 +28,14 @@ class MapRegression(Fitted):
 
     fields: ClassVar[tuple[str, ...]] = ("attention", "answer")
 
-    @abstractmethod
+    # The feature of the maps, and its number of eigenvalues.
+    feature = ""
+    top_k = DEFAULT_TOP_K
+
     def _columns(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
         """Return the features ``(n, columns)`` float64."""
+        found: np.ndarray = features(store, "attention", top_k=self.top_k)[self.feature][indices]
+        return found.reshape(len(indices), -1)
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Fit principal components, if there are many columns, and the regression, whose C cross-validation chooses."""
@@ -73,9 +77,7 @@ class LookbackLens(MapRegression):
     cost: ClassVar[str] = "a sum over the attention of the answer"
     reference: ClassVar[str] = "Chuang et al. 2024, arXiv:2407.07071 (lookback ratio)"
 
-    def _columns(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
-        found: np.ndarray = features(store, "attention")["lookback"][indices]
-        return found.reshape(len(indices), -1)
+    feature = "lookback"
 
 
 @dataclass
@@ -95,10 +97,7 @@ class LapEigvals(MapRegression):
     fields: ClassVar[tuple[str, ...]] = ("attention",)
     cost: ClassVar[str] = "a sum over the attention of all tokens"
     reference: ClassVar[str] = "Binkowski et al. 2025, arXiv:2502.17598 (Laplacian D - A, d_ii = sum_u a_ui / (S - i))"
-
-    def _columns(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
-        found: np.ndarray = features(store, "attention", top_k=self.top_k)["laplacian"][indices]
-        return found.reshape(len(indices), -1)
+    feature = "laplacian"
 
 
 @dataclass
@@ -108,7 +107,8 @@ class LogdetRegression(MapRegression):
     fields: ClassVar[tuple[str, ...]] = ("hidden_states", "attention", "answer")
     cost: ClassVar[str] = "L Gram matrices, and a sum over the diagonals"
     reference: ClassVar[str] = "scores: Sriramanan et al. 2024, LLM-Check, NeurIPS"
+    feature = "attention_logdet"
 
     def _columns(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
-        diagonal = features(store, "attention")["attention_logdet"][indices].reshape(len(indices), -1)
-        return np.concatenate([features(store, "hidden")["hidden_logdet"][indices], diagonal], axis=1)
+        states = features(store, "hidden")["hidden_logdet"][indices]
+        return np.concatenate([states, super()._columns(store, indices)], axis=1)

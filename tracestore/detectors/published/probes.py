@@ -10,7 +10,7 @@ from tracestore.detectors.published.linear import INNER_BINS, Fitted, candidate,
 from tracestore.errors import TrainingError
 from tracestore.evaluation.store_split import inner_bins
 from tracestore.features.feature_table import features
-from tracestore.features.token_features import STATISTICS
+from tracestore.features.trace_features import STATISTICS
 from tracestore.store.read.store import TraceStore
 
 Pooling = Literal["last", "prompt_last", "answer_mean", "answer_max"]

@@ -1,7 +1,7 @@
-"""Features of causal attention, from its packed lower triangles. Sizes: L layers, H stored heads, S tokens.
+"""Features of a trace: of its causal attention, its hidden states, and the tokens of its answer.
 
-Row i of a triangle has the weights of the positions 0 to i, so its pairs begin at i (i + 1) / 2. No dense matrix is
-built. Sums are float64.
+Sizes: L layers, H stored heads, S tokens, D hidden size, M positions of the answer. Row i of a packed triangle has the
+weights of the positions 0 to i, so its pairs begin at i (i + 1) / 2. No dense matrix is built. Sums are float64.
 """
 
 import functools
@@ -162,3 +162,99 @@ def attention_features(trace: Trace, dtype: str, top_k: int) -> dict[str, np.nda
         for name, function in functions.items():
             parts[name].append(function(packed))
     return {name: np.concatenate(of).reshape(*shape, *of[0].shape[1:]) for name, of in parts.items()}
+
+
+# The ridge of the covariance in `log_determinant`.
+RIDGE = 1e-3
+
+
+def log_determinant(states: np.ndarray) -> np.ndarray:
+    """Return the mean logarithm of the eigenvalues of the centered Gram matrix, for each layer.
+
+    With the states Z (M, D) of a layer, whose rows are centered, the matrix is Z Z^T + 0.001 I.
+
+    Parameters
+    ----------
+    states : np.ndarray
+        ``(L, M, D)`` float32, M at least 1.
+
+    Returns
+    -------
+    np.ndarray
+        ``(L,)`` float64.
+
+    References
+    ----------
+    Sriramanan et al. 2024, "LLM-Check: Investigating Detection of Hallucinations in Large Language Models": the
+    hidden score, mean log-determinant of the covariance of the response's tokens, regularized.
+    """
+    centered = states.astype(np.float64)
+    centered -= centered.mean(2, keepdims=True)
+    gram = centered @ centered.transpose(0, 2, 1)
+    count = gram.shape[1]
+    gram[:, np.arange(count), np.arange(count)] += RIDGE
+    values: np.ndarray = np.linalg.slogdet(gram)[1] / count
+    return values
+
+
+def pooled_states(trace: Trace, dtype: str) -> dict[str, np.ndarray]:
+    """Return the features of the hidden states of one trace.
+
+    Parameters
+    ----------
+    trace : Trace
+        Its arrays should be in memory of their own.
+    dtype : str
+        Stored dtype of the hidden states.
+
+    Returns
+    -------
+    dict of str to np.ndarray
+        prompt_last, answer_mean, answer_max: ``(L, D)`` float32, the state before the answer, and mean and maximum
+        over the answer. hidden_logdet: ``(L,)`` float64, see `log_determinant`. NaN, or left out, where the trace does
+        not tell where its answer is.
+    """
+    span = answer_span(trace, trace.num_tokens)
+    if span is None:
+        return {}
+    hidden, (begin, end) = trace.hidden_states_bits, span
+    states = schema.as_float32(hidden[:, begin:end], dtype)
+    before = schema.as_float32(hidden[:, begin - 1], dtype) if begin else np.full(states[:, 0].shape, np.nan, "f4")
+    finite = np.isfinite(states).all((1, 2))
+    logdet = np.full(len(states), np.nan)
+    if finite.any():
+        logdet[finite] = log_determinant(states[finite])
+    with np.errstate(invalid="ignore"):  # infinite values of both signs
+        mean = states.mean(1)
+    return {"prompt_last": before, "answer_mean": mean, "answer_max": states.max(1), "hidden_logdet": logdet}
+
+
+STATISTICS = ("mean_logprob", "min_logprob", "perplexity", "mean_entropy", "length")
+
+
+def token_statistics(trace: Trace) -> np.ndarray:
+    """Return the statistics of the answer's tokens, ``(5,)`` float64 in the order of `STATISTICS`.
+
+    Log-probabilities and entropies are in nats, at temperature 1; perplexity is exp(-mean_logprob). NaN where the
+    trace lacks them; tokens with NaN are left out.
+
+    References
+    ----------
+    Guerreiro et al. 2023, "Looking for a Needle in a Haystack" (length-normalized log-probability).
+    Manakul et al. 2023, "SelfCheckGPT" (minimum log-probability and mean entropy).
+    """
+    values = np.full(len(STATISTICS), np.nan)
+    counts = [len(a) for a in (trace.tokens, trace.token_logprob, trace.token_entropy) if a is not None]
+    span = answer_span(trace, max([trace.num_tokens, *counts]))
+    if span is None:
+        return values
+    values[4] = span[1] - span[0]
+    for field, targets in (("token_logprob", (0, 1)), ("token_entropy", (3,))):
+        found = trace.optional(field)
+        found = np.zeros(0) if found is None else found[span[0] : span[1]].astype(np.float64)
+        found = found[~np.isnan(found)]
+        if len(found):
+            statistics = (found.mean(), found.min())
+            values[list(targets)] = statistics[: len(targets)]
+    values[2] = np.exp(-values[0])
+    return values
