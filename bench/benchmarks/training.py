@@ -142,9 +142,9 @@ class PlainLSTM:
 def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> tuple[float, float]:
     """Return the time that the guard adds to a step, in seconds and as a share of the step.
 
-    Steps with and without the guard alternate. The guard's time is the difference of their times outside
-    the forward pass, the backward pass and the optimizer's step: both free the gradients. Both variants seed each step, like training.
-    Optimizers that are not `fused` need a snapshot.
+    Steps with and without the guard alternate. The guard's time is the difference of their times outside the forward
+    pass, the backward pass and the optimizer's step: both free the gradients. Both variants seed each step, like
+    training. Optimizers that are not `fused` need a snapshot.
     """
     torch.set_num_threads(THREADS)
     step = Step(model, shape, "fused")
