@@ -17,9 +17,8 @@ enum ts_error {
     TS_ERR_NOMEM = -1, /* an allocation failed */
     TS_ERR_IO = -2,    /* a system call failed; errno holds the reason */
 
+    /* Files that are damaged, or turn out to be while they are read */
     TS_ERR_SIZE = -3,  /* the size of a file or buffer differs from the expected size */
-
-    /* Files that turn out to be damaged while they are read */
     TS_ERR_FAULT = -4, /* a mapped file was truncated; see sigbus_guard.h */
     TS_ERR_NODE = -5,  /* an edge refers to a node outside its graph */
 

@@ -12,7 +12,6 @@ import pytest
 from tests.helpers import ROOT
 from tracestore import platform_support
 from tracestore.cli import main
-from tracestore.data.batches import shared_memory
 from tracestore.store.io import fsio
 from tracestore.store.io.fsio import atomic_write
 from tracestore.store.io.scratch import Scratch
@@ -54,7 +53,7 @@ def test_fallbacks_of_queries(no_linux):
     assert platform_support.boot_id() is None
     found = platform_support.memory_use()
     assert found.anonymous == found.data > 1 << 20 and found.file == 0
-    assert not shared_memory.is_available()
+    assert not platform_support.has_memory_files()
     assert platform_support.run_queue_waits() == {} and platform_support.idle_processor_s() is None
 
 

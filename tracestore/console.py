@@ -318,7 +318,7 @@ def _exit_code(prog: str, command: Callable[[], int], as_json: bool) -> int:
         warnings.resetwarnings()
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", TracestoreWarning)
-        warnings.showwarning = lambda message, *_: _print_error("warning", str(message))
+        warnings.showwarning = lambda message, *_, **__: _print_error("warning", str(message))
         try:
             with needs():
                 return command()

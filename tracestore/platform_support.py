@@ -251,7 +251,7 @@ def _rename(one: Path, other: Path, kind: int) -> bool:
     return True
 
 
-def _limits(proc: Path, mount: Path) -> Iterator[tuple[Path, int]]:
+def _cgroup_limits(proc: Path, mount: Path) -> Iterator[tuple[Path, int]]:
     """Yield the folder and the limit in bytes of each memory cgroup (v1 or v2) of this process.
 
     Limits that are not below the memory of the machine are left out.
@@ -285,7 +285,7 @@ def cgroup_limit(proc: Path = _CGROUP, mount: Path = _MOUNT) -> int | None:
 
     Return None if no limit is below the memory of the machine.
     """
-    return min((limit for _, limit in _limits(proc, mount)), default=None)
+    return min((limit for _, limit in _cgroup_limits(proc, mount)), default=None)
 
 
 def cgroup_free(proc: Path = _CGROUP, mount: Path = _MOUNT) -> int | None:
@@ -294,7 +294,7 @@ def cgroup_free(proc: Path = _CGROUP, mount: Path = _MOUNT) -> int | None:
     Return None if there is no limit. The page cache does not count, because the kernel can reclaim it.
     """
     free = []
-    for folder, limit in _limits(proc, mount):
+    for folder, limit in _cgroup_limits(proc, mount):
         try:
             lines = (folder / "memory.stat").read_text().splitlines()
         except OSError:

@@ -17,7 +17,7 @@ from tracestore.cli import command_parser
 from tracestore.cli.commands import predict
 from tracestore.console import Output
 from tracestore.detectors.registry import MODELS
-from tracestore.detectors.saved import DETECTOR_VERSION
+from tracestore.detectors.saved import MODEL_VERSION
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
 from tracestore.inference import predict as scoring
 from tracestore.train.config import TrainConfig
@@ -178,8 +178,8 @@ def test_invalid_checkpoints_are_refused(trained, tmp_path):
         (saved(extra=Malicious()), "not a checkpoint"),
         ((run / "lstm_solo/last.pt").read_bytes(), "give the best.pt"),
         (
-            saved(version=DETECTOR_VERSION + 1),
-            f"version {DETECTOR_VERSION + 1}, .* reads version {DETECTOR_VERSION}; train again",
+            saved(version=MODEL_VERSION + 1),
+            f"version {MODEL_VERSION + 1}, .* reads version {MODEL_VERSION}; train again",
         ),
         (saved(version=1), "train again"),
         (saved(name="gnn_det_lstm"), "not a complete detector"),

@@ -262,6 +262,7 @@ cdef int _find(void *context) noexcept nogil:
             return _check_maps(call, _CORRUPT_TABLE)
         if row >= 0:
             call.found = call.parts[k].first + row
+            call.num_parts = k + 1  # the maps of later parts were not read
             break
     return _check_maps(call, 0)
 

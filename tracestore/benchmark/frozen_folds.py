@@ -56,8 +56,10 @@ class FrozenFolds:
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         content = json.dumps(self._content() | {_DIGEST: self.digest}, indent=1, sort_keys=True) + "\n"
         write_atomic(temporary, content.encode())
-        give_name(temporary, path)
-        temporary.unlink(missing_ok=True)
+        try:
+            give_name(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def label_digest(store: TraceStore, targets: np.ndarray) -> str:

@@ -110,11 +110,11 @@ class Watch:
         """Return the files that no program seems to be writing."""
         whole, now = {}, time.monotonic()
         for name, path in list_files(self._arguments, self._folder).items():
+            if is_other(name):
+                continue
             try:
                 found = path.stat()
             except OSError:  # it has gone
-                continue
-            if is_other(name):
                 continue
             state = found.st_size, found.st_mtime_ns
             before, since = self._seen.get(path, (None, now))

@@ -21,7 +21,7 @@ from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.table import hashes
 
-VERSION = 3
+FITTED_VERSION, MODEL_VERSION = 3, 7  # of saved detectors on features, and of best.pt
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def content(
         The detector cannot be saved.
     """
     return {
-        "detector_version": VERSION,
+        "detector_version": FITTED_VERSION,
         "tracestore": tracestore.__version__,
         "name": name,
         "parameters": json.dumps(detector.parameters),
@@ -126,7 +126,7 @@ def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
     UsageError
         The checkpoint is of another version or damaged, or the detector is not installed.
     """
-    if saved["detector_version"] != VERSION:
+    if saved["detector_version"] != FITTED_VERSION:
         raise UsageError(f"{path}: of another version of tracestore; fit the detector again")
     try:
         name, options = str(saved["name"]), json.loads(saved["parameters"])
@@ -155,9 +155,6 @@ def _to_tensors(value: Any) -> Any:
     return [_to_tensors(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-DETECTOR_VERSION = 7
-
-
 def detector_checkpoint(
     name: str,
     model: DetectorModel,
@@ -184,7 +181,7 @@ def detector_checkpoint(
         precision, epoch and val_auroc.
     """
     return {
-        "version": DETECTOR_VERSION,
+        "version": MODEL_VERSION,
         "tracestore": tracestore.__version__,
         "torch": str(torch.__version__),
         "name": name,

@@ -1,1 +1,1 @@
-"""Splits, metrics, significance tests, and the files and plots that report them."""
+"""Splits, metrics and significance tests."""

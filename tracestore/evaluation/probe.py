@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
+from tracestore.data.loader import TraceLoader
 from tracestore.detectors.logistic import fit_linear
 from tracestore.evaluation.evaluate import evaluate_split
 from tracestore.evaluation.metrics import auroc, fit_temperature, youden_threshold
 from tracestore.evaluation.store_split import Split
-from tracestore.store.format import schema
+from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.read.store import TraceStore
 
 INVERSE_REGULARIZATION = 0.01
@@ -21,10 +23,25 @@ _FEATURE_BYTES = 1 << 30
 
 def _features(store: TraceStore, indices: np.ndarray, layers: range) -> np.ndarray:
     """Return the last tokens (n, len(layers), D) float32."""
+    # rank and world_size are given, because only rank 0 computes the probe and reads all traces.
+    # Labels come from the caller, so any score threshold will do.
+    loader = TraceLoader(
+        store,
+        "sequence",
+        layers=layers,
+        batch_size=256,
+        shuffle="none",
+        indices=indices,
+        num_threads=1,
+        rank=0,
+        world_size=1,
+        score_threshold=DEFAULT_THRESHOLD,
+    )
     out = np.empty((len(indices), len(layers), store.hidden_dim), np.float32)
-    for row, index in zip(out, indices.tolist(), strict=True):
-        bits = store.private_trace(index).last_token_bits[layers.start : layers.stop]
-        row[:] = schema.as_float32(bits, store.hidden_dtype)
+    begin = 0
+    for batch in loader:
+        torch.from_numpy(out[begin : begin + len(batch)]).copy_(batch.sequences)
+        begin += len(batch)
     return out
 
 

@@ -80,7 +80,7 @@ def features(store: TraceStore, group: str, *, top_k: int = DEFAULT_TOP_K) -> Va
     group : {"last", "hidden", "attention", "tokens"}
         last: last ``(L, N, D)``. hidden: prompt_last, answer_mean, answer_max ``(L, N, D)``, hidden_logdet ``(N, L)``.
         All of these are float32. attention: lookback, attention_logdet ``(N, L, H)``, laplacian ``(N, L, H, top_k)``;
-        tokens: tokens ``(N, 5)``, the columns of `tokens.STATISTICS`. These are float64.
+        tokens: tokens ``(N, 5)``, the columns of `trace_features.STATISTICS`. These are float64.
     top_k : int
         Eigenvalues of each attention map; a part of the key of "attention" only.
 

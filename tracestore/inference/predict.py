@@ -16,7 +16,7 @@ from tracestore.detectors.layers.model_config import ModelConfig, Precision
 from tracestore.detectors.models import DetectorModel
 from tracestore.detectors.registry import MODELS, make_model
 from tracestore.detectors.saved import (
-    DETECTOR_VERSION,
+    MODEL_VERSION,
     FittedDetector,
     check_shape,
     checked_hashes,
@@ -121,10 +121,10 @@ def load_detector(path: Path) -> TrainedDetector | FittedDetector:
     version = saved.get("version")
     if "model_config" not in saved or not isinstance(version, int):
         raise UsageError(f"{path}: not a detector; give the best.pt of a run of tracestore train")
-    if version != DETECTOR_VERSION:
+    if version != MODEL_VERSION:
         raise UsageError(
             f"{path}: version {version}, written by tracestore {saved.get('tracestore')}; this tracestore reads "
-            f"version {DETECTOR_VERSION}; train again"
+            f"version {MODEL_VERSION}; train again"
         )
     try:
         config = ModelConfig(**saved["model_config"])

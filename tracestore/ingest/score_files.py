@@ -273,7 +273,8 @@ def find_score_files(arguments: list[Path], files: Sequence[Path], named: str | 
 
 def _chosen(found: list[Path], arguments: list[Path]) -> list[Path]:
     """Return the scores files directly in the folders that the user named, else all; UsageError for several."""
-    at_top = [path for path in found if path.parent in arguments]
+    tops = {*arguments}
+    at_top = [path for path in found if path.parent in tops]
     chosen = at_top or found
     folders = [path.parent for path in chosen]
     if several := at_top[:8] if len(at_top) > 1 else [p for p in chosen if folders.count(p.parent) > 1][:8]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tracestore.errors import MissingExtraError
 from tracestore.extras import require_module
 from tracestore.pages.elements import Html, element, join
 from tracestore.pages.elements import facts as facts_list
@@ -161,7 +162,9 @@ def _asset(name: str) -> str:
 def _bokeh() -> tuple[str, ...]:
     """Return the scripts of BokehJS. Its Python modules, which take a second to import, are not needed."""
     spec = require_module("bokeh", "serve")
-    folder = Path((spec.submodule_search_locations or [""])[0]) / "server/static/js"
+    if not spec.submodule_search_locations:  # a file bokeh.py is another module
+        raise MissingExtraError("bokeh is not installed; run: pip install 'tracestore[serve]'", name="bokeh")
+    folder = Path(spec.submodule_search_locations[0]) / "server/static/js"
     return tuple((folder / name).read_text(encoding="utf-8") for name in _BOKEH)
 
 

@@ -1,8 +1,8 @@
 """The server of `tracestore serve`, which shows a store in a browser on this machine.
 
-`search` finds traces with the `texts` in memory, `results` reads what training wrote, `list_page`,
-`trace_page`, `projection` and `results_page` make the pages with `forms`, `app` chooses the page of an
-address, `auth` authenticates browsers.
+`search` finds traces, with their texts in memory, `results` reads what training wrote, `list_page`,
+`trace_page`, `projection` and `results_page` make the pages with `forms`, `pictures` draws attention, `app` chooses
+the page of an address, `auth` authenticates browsers.
 """
 
 from collections.abc import Sequence

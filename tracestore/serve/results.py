@@ -121,7 +121,9 @@ class Results:
                 # As training computes probabilities: a trace at the threshold has this very number.
                 self.thresholds[name] = float(np.exp(-np.logaddexp(0, -entry.get("threshold", 0.0))))
             if "history" in entry:
-                self.history[name] = {k: np.array(v, float).tolist() for k, v in entry["history"].items()}
+                self.history[name] = {
+                    k: [math.nan if n is None else float(n) for n in v] for k, v in entry["history"].items()
+                }
 
     def predicts(self, name: str) -> np.ndarray:
         """Return which traces a detector predicts hallucinated, bool (N,); false for a trace without a probability."""

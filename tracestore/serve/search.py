@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -263,11 +264,12 @@ class TraceSearch:
         return sum(not math.isnan(target) and (target >= 0.5) != (label >= 0.5) for target, label in known)
 
     def start_reading(self) -> "Future[FoldedTexts]":
-        """Return the texts of all traces, which a thread reads once."""
+        """Return the future texts of all traces, which a thread reads once."""
         with self._lock:
             if self._texts is None:
-                self._texts = Future()
-                threading.Thread(target=self._read, args=(self._texts,), name="texts", daemon=True).start()
+                texts = Future[FoldedTexts]()
+                threading.Thread(target=self._read, args=(texts,), name="texts", daemon=True).start()
+                self._texts = texts
             return self._texts
 
     def _matches(self, query: Query) -> np.ndarray:
@@ -319,10 +321,11 @@ class TraceSearch:
 
     def _read(self, texts: "Future[FoldedTexts]") -> None:
         try:
-            _ = self._group_numbers
             texts.set_result(FoldedTexts(self.store))
         except TracestoreError as error:
             texts.set_exception(error)
         except Exception as error:  # The page shows it.
             text = f"{self.store.path}: texts cannot be read: {type(error).__name__}: {error}"
             texts.set_exception(TracestoreError(text))
+        with suppress(Exception):  # a page that needs the groups shows it
+            _ = self._group_numbers

@@ -156,7 +156,7 @@ FILE_FIELDS = {
     field.name: field
     for field in (
         Field("sequences", FLOATS, "N L D", "last token of every layer", "last_token"),
-        Field("graphs", OBJECT, "N L", "PyG Data", "hidden_states and edges"),
+        Field("graphs", OBJECT, "N L", "PyG Data with x, edge_index, edge_attr", "hidden_states and edges"),
         Field("labels", LABEL, "N", "1: hallucinated, 0: correct", "label"),
         Field("question_ids", OBJECT, "N", "texts or integers", "question_id"),
     )

@@ -96,7 +96,11 @@ class CheckpointedRun:
             require_compatible(known, self.provenance, "is of another store")
         state = TrainState.from_dict(saved["progress"])
         steps, events = saved["guard"]["num_steps"], saved["guard"]["events"]
-        if type(steps) is not int or steps < 0 or any(type(event["epoch"]) is not int for event in events):
+        if (
+            type(steps) is not int
+            or steps < 0
+            or any(not isinstance(event, dict) or type(event["epoch"]) is not int for event in events)
+        ):
             raise ValueError("not the state of a guard")
         _check_optimizer(saved["optimizer"], self.guard.optimizer)
         self.guard.model.load_state_dict(saved["model"])

@@ -1,4 +1,4 @@
-"""Run a detector's model on its device: steps, their losses, and the scores of a split."""
+"""Run a detector's model on its device: steps, their losses, the scores of a split, and the statistics of its inputs."""
 
 import math
 from dataclasses import dataclass

@@ -2,7 +2,8 @@
 
 A step of a detector starts 300 operations of a few microseconds each, and Python takes longer to start them than a GPU
 to compute them. Forward and backward of a batch are therefore recorded once for each set of shapes, and the optimizer's
-step once; then they are replayed on the memory of the recording.
+step once; then they are replayed on the memory of the recording. `StepInputs` and `SideStreams` serve steps without
+recordings, too.
 
 References
 ----------

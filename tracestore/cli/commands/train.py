@@ -105,6 +105,7 @@ def _models(text: str) -> tuple[str, ...]:
 
 
 def _workers(text: str) -> int:
+    """Return the number of workers; 0 for auto."""
     return 0 if text == "auto" else int_between(0, 2**31 - 1, "auto or a whole number")(text)
 
 

@@ -203,7 +203,9 @@ def builtin_parts(
     taken |= {path.absolute() for path in owned}
     left = {n: p for n, p in files.items() if n not in sources and p.absolute() not in taken and not is_other(n)}
     looks = FirstLooks()
-    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in builtins()], looks)
+    ends = (*{name[name.rfind(".") :] for name in left}, "}", "*")  # of FILES that may match
+    near = [builtin for builtin in builtins() if any(text.endswith(ends) for text in builtin.patterns)]
+    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in near], looks)
     errors, found = _of_rest(claims, left, {path.absolute() for path in arguments}, rest)
     parts = []
     if found is not None:

@@ -271,8 +271,8 @@ class Signature:
             if "any" in form.kinds or ("zero" in form.kinds and value == 0):
                 return None
             is_kind = kind in form.kinds
-            if "ones" in form.kinds and isinstance(value, Array) and kind in ("int", "bool"):
-                is_kind |= bool((value.read() == 1).all())
+            if not is_kind and "ones" in form.kinds and isinstance(value, Array) and kind in ("int", "bool"):
+                is_kind = bool((value.read() == 1).all())
             if not is_kind or len(shape) != len(form.axes):
                 continue
             bound, pairs = dict(sizes), zip(form.axes, shape, strict=True)

@@ -149,7 +149,10 @@ def _without_refuted(found: list[Candidate], files: Mapping[str, Path]) -> list[
     where the mask leaves tokens out.
     """
     orders = [in_any_order(candidate.draft) for candidate in found]
-    shown = [_shown_orders(c, files) if orders.count(in_any_order(c.draft)) > 1 else set[str]() for c in found]
+    shown = [
+        _shown_orders(one, files) if orders.count(own) > 1 else set[str]()
+        for one, own in zip(found, orders, strict=True)
+    ]
     rivals = list(zip(orders, found, shown, strict=True))
     return [
         one

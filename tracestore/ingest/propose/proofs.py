@@ -78,7 +78,7 @@ class Case:
         """Return what is not proved."""
         known = (NUMBERS, NUMBERS_OF_NAMES) if self._are_all_layers else ()
         doubts = [doubt for doubt in self.identity.doubts if doubt not in known]
-        axes = [*self._of_layers(), *self._of_axes()]
+        axes = [*self._of_layers_and_words(), *self._of_axes()]
         return [*doubts, *self._of_files(), *self._of_names(), *axes, *self._of_values()]
 
     def _has(self, *names: str) -> bool:
@@ -163,7 +163,7 @@ class Case:
         if {"residual"} in halves and {"hidden"} in halves:
             yield "a residual next to hidden states: of two halves, as layers of vLLM return, the sum is the state"
 
-    def _of_layers(self) -> Iterator[str]:
+    def _of_layers_and_words(self) -> Iterator[str]:
         """Yield what is not proved of L, and what words leave open: whose state an id is of, and whether weights are of heads.
 
         Rule 18: L is proved by numbers of layers, or attention of as many.
@@ -221,8 +221,8 @@ class Case:
             return self._has(*RANGES)
         # States (L, S, D) of an answer have as many layers as its text has tokens, if all texts have one length.
         is_turned = [axis for axis in axes if axis in "LS"] == ["S", "L"] and not self._has("L.ids")
-        is_of_layers = is_turned and len(self.frame.num_tokens) == 1 and None not in self.frame.num_tokens
-        texts = () if is_of_layers else ("tokens", "tokens_decoded")
+        is_of_layers_and_words = is_turned and len(self.frame.num_tokens) == 1 and None not in self.frame.num_tokens
+        texts = () if is_of_layers_and_words else ("tokens", "tokens_decoded")
         if self._has("S.mask", "attentions", *texts) or (self._has("S.lengths") and "N" in axes):
             return True
         if "P" in axes:

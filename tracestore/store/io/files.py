@@ -13,7 +13,7 @@ from typing import Protocol, Self
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import paths, schema
-from tracestore.store.format.entries import FileEntry, FilesOf, Layers, PartialFile
+from tracestore.store.format.entries import FileEntry, FilesOf, Layers, PartialFile, size_mismatch
 from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from tracestore.store.io import fsio
 from tracestore.store.io.locks import Pin
@@ -258,6 +258,13 @@ class LocalFiles(ReadableFiles):
 
     def close(self) -> None:
         """Do nothing."""
+
+    def read(self, entry: FileEntry) -> bytes:
+        """Return all bytes of a small file; see StoreFiles."""
+        data = self.read_small(entry.path, entry.size)
+        if len(data) != entry.size:
+            raise size_mismatch(entry, len(data))
+        return data
 
     def read_small(self, path: str, max_bytes: int) -> bytes:
         """See ReadableFiles."""

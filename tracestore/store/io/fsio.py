@@ -92,6 +92,9 @@ def pwritev_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     while remaining:
         written = os.pwritev(fd, remaining[:_MAX_IOVECS], offset)
         offset += written
+        if written == sum(map(len, remaining[:_MAX_IOVECS])):
+            del remaining[:_MAX_IOVECS]
+            continue
         while remaining and written >= len(remaining[0]):
             written -= len(remaining.pop(0))
         if written:
@@ -183,7 +186,9 @@ def give_name(temporary: Path, path: Path) -> bool:
             if os.path.lexists(path):
                 return False
             retry_eintr(os.rename, temporary, path)
-    except FileExistsError:
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
         return False
     return True
 

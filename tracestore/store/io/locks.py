@@ -136,14 +136,17 @@ class Pin:
                 raise ValueError(f"larger than {max_bytes} bytes")
         return data
 
-    def close(self, close: Callable[[int], None] = os.close) -> None:
+    def close(self) -> None:
         """Release the pin; no-op if it is released already."""
-        # `close`: the globals of this module may be gone when the interpreter exits.
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            close(fd)
+            os.close(fd)
 
-    __del__ = close
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # The globals of this module may be gone when the interpreter exits.
+        if self._fd >= 0:
+            close(self._fd)
+            self._fd = -1
 
 
 @contextlib.contextmanager

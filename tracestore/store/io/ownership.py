@@ -212,6 +212,15 @@ def remove_contents(store: Path, *, keep_lock: bool = False) -> None:
     The manifests are removed first and the root zarr.json last, so that an interruption leaves a store
     without traces.
     """
-    names = ["manifest", paths.RECEIPTS, "index", "columns", "segments", f"{TEMPORARY_PREFIX}zarr.json", "zarr.json"]
-    for name in (*names, *filter(paths.is_writing_folder, os.listdir(store)), *([] if keep_lock else ["lock"])):
+    for name in (
+        "manifest",
+        paths.RECEIPTS,
+        "index",
+        "columns",
+        "segments",
+        f"{TEMPORARY_PREFIX}zarr.json",
+        "zarr.json",
+    ):
+        remove_own(store, name)
+    for name in (*filter(paths.is_writing_folder, os.listdir(store)), *([] if keep_lock else ["lock"])):
         remove_own(store, name)

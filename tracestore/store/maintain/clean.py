@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
 from tracestore.store.format import paths
@@ -16,7 +16,9 @@ from tracestore.store.io import fsio, locks
 from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
 from tracestore.store.io.ownership import FolderKind, classify_folder, remove_own
 from tracestore.store.read.generation import open_generation
-from tracestore.store.read.internals import open_files
+
+if TYPE_CHECKING:
+    from tracestore.store.remote.remote_files import RemoteFiles
 
 DAY_S = 24 * 3600
 
@@ -57,7 +59,10 @@ def clean_store(
     location = parse_location(store)
     before = time.time() - older_than_s
     if not isinstance(location, Path):
-        return _clean_objects(open_files(location), before, dry_run, kept)
+        # Imported here because remote stores need an optional library.
+        from tracestore.store.remote.remote_files import RemoteFiles
+
+        return _clean_objects(RemoteFiles.open(location), before, dry_run, kept)
     if classify_folder(location) is not FolderKind.STORE:
         raise UsageError(f"{location}: no such store")
     report = CleanReport()
@@ -124,7 +129,7 @@ def _remove(store: Path, path: str, before: float, dry_run: bool, report: CleanR
             lock.release()
 
 
-def _clean_objects(files: Any, before: float, dry_run: bool, kept: Container[str]) -> CleanReport:
+def _clean_objects(files: "RemoteFiles", before: float, dry_run: bool, kept: Container[str]) -> CleanReport:
     """Remove objects. What is written again after the first look stays."""
     objects, report = files.object_store, CleanReport()
     objects.require_writable()

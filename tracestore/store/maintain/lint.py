@@ -115,7 +115,7 @@ class _Linter:
                 self.nonfinite[kind].append(f"{count:,} of {array.size:,} values of {name}")
 
     def hidden(self, trace: Trace, name: str) -> None:
-        """Check hidden states for values that are not finite. Few traces have any: the core counts them first."""
+        """Check hidden states for values that are not finite. Few traces have any: the scan for checksums counts them first."""
         dtype = self.store.hidden_dtype
         values = np.ascontiguousarray(getattr(trace, f"{name}_bits"))
         if kernels.checksum_scan([values], schema.dtype_code(dtype), values.size)[0]:

@@ -20,6 +20,7 @@ from tracestore.store.read.chunk_cache import ChunkCache, ChunkKey
 
 _MAX_METADATA_BYTES = 1 << 16  # of an array's zarr.json
 _TRIES = 20
+_INDEX_BLOCK = 1 << 16  # inner chunks that are compared at once
 # After as many fetches of neighboring rows the file is fetched whole.
 _SEQUENTIAL = 3
 
@@ -178,9 +179,8 @@ class ArrayReader:
             if self._codec is not None:
                 self._offsets = self._coded_index(mapped, num_chunks, chunk_bytes)
                 return _Opened(mapped, np.zeros(0, self.dtype), ArrayView(np.zeros(0, self.dtype), 0, 1))
-            index = b"" if partial else mapped.read(num_chunks * chunk_bytes, entry.size)
-            if index and index != contiguous_index(num_chunks, chunk_bytes):
-                raise ValueError("shard: the index is not that of contiguous inner chunks")
+            if partial is None:
+                _check_contiguous(mapped, num_chunks, chunk_bytes)
             flat = np.frombuffer(memoryview(mapped), self.dtype, num_rows * self.row_items)
             return _Opened(mapped, flat, ArrayView(mapped, num_rows, row_bytes), partial)
 
@@ -332,3 +332,18 @@ class ArrayReader:
         """Raise CorruptStoreError if the file was truncated. Call it after views of the array were read."""
         if self._opened.mapped is not None:
             self._opened.mapped.check_intact()
+
+
+def _check_contiguous(mapped: MappedFile, num_chunks: int, chunk_bytes: int) -> None:
+    """Raise ValueError unless a file is a shard whose inner chunks have this size and lie behind each other."""
+    at, crc = num_chunks * chunk_bytes, 0
+    if len(mapped) != at + 16 * num_chunks + 4:
+        raise ValueError(f"shard: found {len(mapped)} bytes, expected {at + 16 * num_chunks + 4}")
+    for first in range(0, num_chunks, _INDEX_BLOCK):
+        k = np.arange(first, min(first + _INDEX_BLOCK, num_chunks))
+        block = np.stack([k * chunk_bytes, np.full(len(k), chunk_bytes)], axis=1).astype("<u8").tobytes()
+        if mapped.read(at, at + len(block)) != block:
+            raise ValueError("shard: the index is not that of contiguous inner chunks")
+        at, crc = at + len(block), crc32c(block, crc)
+    if mapped.read(at, len(mapped)) != crc.to_bytes(4, "little"):
+        raise ValueError("shard: checksum mismatch")

@@ -233,8 +233,22 @@ class StoreIndex:
     def row(self, index: int) -> TraceRow:
         """Return the locations of trace `index` (0 <= index < N), with the patches of later parts applied."""
         graph, graph_row, num_tokens, layout, sequence, sequence_row = self.locations(np.array([index]))[0].tolist()
-        own = (int(self.read_column(name)[index]) for name in ("nonfinite", "sample", "source", "source_position"))
-        return TraceRow(graph, graph_row, sequence, sequence_row, num_tokens, layout, *own)
+        number = bisect_right(self._first_trace, index) - 1
+        part, k = self._parts[number], index - self._first_trace[number]
+        try:
+            sample, source, position = (
+                int(part.group.read(name, k, k + 1)[0]) for name in ("sample", "source", "source_position")
+            )
+            if not 0 <= source < part.origin.manifest.num_sources:
+                raise ValueError(f"source: found {source} of {part.origin.manifest.num_sources}")
+        except ValueError:
+            with part.checked():
+                raise
+        source += part.origin.first_source
+        nonfinite = int(self.read_column("nonfinite")[index])
+        return TraceRow(
+            graph, graph_row, sequence, sequence_row, num_tokens, layout, nonfinite, sample, source, position
+        )
 
     def read_column(self, name: str) -> np.ndarray:
         """Return one of manifest.TRACE_COLUMNS for all traces, read-only, with patches applied."""

@@ -146,10 +146,8 @@ class Trace(OptionalFields):
 
         CorruptStoreError if a file was truncated meanwhile.
         """
-        own, arrays = (
-            self._in_own_memory(),
-            {"hidden_states": "hidden_states_bits", "attention": "attention_packed_bits"},
-        )
+        own = self._in_own_memory()
+        arrays = {"hidden_states": "hidden_states_bits", "attention": "attention_packed_bits"}
         missing = [bits for name, bits in arrays.items() if not self._has_large(name)]
         values = {f.name: getattr(own, f.name) for f in fields(DetachedTrace) if f.name not in missing}
         return DetachedTrace(**values | dict.fromkeys(missing))

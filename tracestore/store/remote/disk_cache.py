@@ -111,7 +111,7 @@ class DiskCache:
         """Return the path of a file if the cache has it and it needs no check."""
         path = self.folder / name
         try:
-            # Some bytes of a file that was last used before that may never have reached the disk.
+            # Last used before this machine was started: some of its bytes may never have reached the disk.
             if _STARTED_AT is not None and path.stat().st_mtime < _STARTED_AT:
                 return None
             os.utime(path)  # The access time orders the eviction.

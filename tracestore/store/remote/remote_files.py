@@ -13,7 +13,7 @@ from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, StorageError, UsageError
 from tracestore.store.format import paths
-from tracestore.store.format.entries import FileEntry, FilesOf, Layers
+from tracestore.store.format.entries import FileEntry, FilesOf, Layers, size_mismatch
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.io import fsio
 from tracestore.store.io.files import FilePrefetcher, ReadableFiles, RemoteURL
@@ -165,7 +165,10 @@ class RemoteFiles(ReadableFiles):
 
     def read(self, entry: FileEntry) -> bytes:
         """See StoreFiles."""
-        return self._use(entry, lambda path: MappedFile(path, entry.size, self.prefix + entry.path)).read(0, entry.size)
+        data = self._use(entry, lambda path: Path(path).read_bytes())
+        if len(data) != entry.size:
+            raise size_mismatch(entry, len(data))
+        return data
 
     def link(self, entry: FileEntry, path: Path) -> None:
         """See ReadableFiles. A cached file that was damaged after its fetch is removed."""

@@ -360,9 +360,18 @@ def create(
     >>> tracestore.open("created.zarr")[0].attention.shape
     (3, 5, 5)
     """
-    arguments = locals()
     with _named_for_programs():
-        return open_writer(**arguments)
+        return open_writer(
+            path,
+            attention=attention,
+            dtype=dtype,
+            codec=codec,
+            overwrite=overwrite,
+            append=append,
+            score_direction=score_direction,
+            provenance=provenance,
+            allow_mixed_provenance=allow_mixed_provenance,
+        )
 
 
 def open_writer(

@@ -7,14 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tracestore._core.mapping import MappedFile
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.io.files import LocalFiles, ReadableFiles, RemoteURL, parse_location
 from tracestore.store.io.ownership import remove_own
-from tracestore.store.read.internals import open_files
+
+if TYPE_CHECKING:
+    from tracestore.store.remote.remote_files import RemoteFiles
 
 _MAX_RECEIPT_BYTES = 1 << 30
 _REQUESTS = 16  # at a time
@@ -76,7 +78,7 @@ class PlanFiles:
 
 
 class _RemotePlanFiles(PlanFiles):
-    def __init__(self, files: Any) -> None:
+    def __init__(self, files: "RemoteFiles") -> None:
         self.files, self._objects = files, files.object_store
         self._objects.require_writable()
         self.location = self._objects.address
@@ -106,4 +108,7 @@ def open_plan_files(store: str | os.PathLike[str]) -> PlanFiles:
     location = parse_location(store)
     if isinstance(location, Path):
         return PlanFiles(location)
-    return _RemotePlanFiles(open_files(location))
+    # Imported here because remote stores need an extra.
+    from tracestore.store.remote.remote_files import RemoteFiles
+
+    return _RemotePlanFiles(RemoteFiles.open(location))
