@@ -21,6 +21,7 @@ from tracestore.store.io.fsio import atomic_write, map_os_errors
 from tracestore.store.maintain.selection import by_source
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.subset import TraceSubset
+from tracestore.store.read.trace import Trace
 from tracestore.words import plural
 
 _MIB = 1 << 20
@@ -185,7 +186,9 @@ def _store_batches(traces: TraceStore | TraceSubset) -> list[_Batch]:
     store: TraceStore = traces.store if isinstance(traces, TraceSubset) else traces
 
     def batch(name: str, num_bytes: int, indices: np.ndarray) -> _Batch:
-        read = partial(map, store.__getitem__, indices.tolist())
+        def read() -> Iterator[Trace]:
+            return map(store.__getitem__, indices.tolist())
+
         return _Batch(name, num_bytes, read, partial(complete_dict, store), len(indices))
 
     index, batches, num_appended = store.internals.index, [], 0

@@ -1,4 +1,4 @@
-"""Export of a store to files of other formats, for programs that read those."""
+"""Export of a store to a folder of files of other formats, for programs that read those; one process at a time."""
 
 import contextlib
 import errno
@@ -228,8 +228,8 @@ def _left_out(store: TraceStore, format: ExportFormat) -> list[str]:
         found.append("hidden states of all tokens, and attention: the format holds the last token of each layer")
     if format == "pt-gnn" and store.num_stored_heads > 1:
         found.append("the attention of each head: the format holds the mean")
-    used = used_scores(store.scores, store.labels)
-    if format.startswith("pt-") and used.size and not is_in_unit_range(used):
+    is_list = format.startswith("pt-")
+    if is_list and (used := used_scores(store.scores, store.labels)).size and not is_in_unit_range(used):
         found.append(f"labels of {plural(len(used), 'score')} outside [0, 1], which have no default threshold")
     if store.lens is not None:
         found.append("the lens (final norm and unembedding matrix)")

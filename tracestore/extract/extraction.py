@@ -125,15 +125,16 @@ def extract_to_folder(
                 yield from [None] * len(batch.questions)
                 continue
             rows = []
-            with fsio.atomic_write(path) as file, pickled_list(file) as write:
-                questions = list(enumerate(batch.questions))
-                for question, trace in _traces(questions, answer, batch.number, batch_size):
-                    write(trace)
-                    text = trace["generated_answer_clean"]
-                    values = judge_answer(judges, text, question.answers)
-                    row = [question.question_id, question.sample, values, question.template, text]
-                    rows.append([*row, question.text, list(question.answers)])
-                    yield values[judges[0]] >= _CORRECT_SCORE
+            with fsio.atomic_write(path) as file:
+                with pickled_list(file) as write:
+                    questions = list(enumerate(batch.questions))
+                    for question, trace in _traces(questions, answer, batch.number, batch_size):
+                        write(trace)
+                        text = trace["generated_answer_clean"]
+                        values = judge_answer(judges, text, question.answers)
+                        row = [question.question_id, question.sample, values, question.template, text]
+                        rows.append([*row, question.text, list(question.answers)])
+                        yield values[judges[0]] >= _CORRECT_SCORE
                 # Until the file is replaced, its scores are those of no question: a killed run writes both again.
                 _write_rows(scores, [])
             _write_rows(scores, rows)

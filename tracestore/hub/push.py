@@ -1,4 +1,4 @@
-"""Upload of a store to the Hugging Face Hub."""
+"""Upload of a store to the Hugging Face Hub, whose errors become tracestore's."""
 
 import errno
 import os

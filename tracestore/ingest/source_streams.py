@@ -14,7 +14,8 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from tracestore.errors import InvalidInputError, TruncatedFileError
-from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING, compression_of
+from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
+from tracestore.ingest.files.decompress import compression_of
 from tracestore.ingest.packing import PackOptions, identify, packed_traces
 from tracestore.ingest.sources import SourceFile, SourceIdentity
 from tracestore.store.write.pack import PackedTrace

@@ -3,12 +3,11 @@
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tracestore.console import Output
 from tracestore.convert.cutting import commits_after
@@ -29,7 +28,6 @@ from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock
 from tracestore.tasks.receipt import FoundReceipt, WrittenSource, listed, read_receipt, usable_receipt
 from tracestore.tasks.task_plan import Quiet, Task, TaskPlan, kept_plans
-from tracestore.tasks.workers import Workers
 
 _POLL_S = 0.02
 _VISIBLE_S = 60  # NFS shows a new file after at most that time, unless it is configured otherwise.
@@ -63,7 +61,8 @@ def files_of_plans(store: str | PathLike[str]) -> set[str]:
     for plan in kept_plans(files, files.times()):
         tasks = plan.tasks()
         found |= {paths.plan(plan.digest), *(paths.receipt(task.hash) for task in tasks)}
-        found.update(path for task in tasks for path in (listed(files, task) or ((), ()))[0])
+        of_tasks = (listed(files, task) for task in tasks)
+        found.update(path for one in of_tasks if one is not None for path in one[0])
     return found
 
 
@@ -81,9 +80,12 @@ def read_plan(tasks: Sequence[Task]) -> TaskPlan:
 def _has_sources(tasks: Sequence[Task]) -> bool:
     """Return whether the store has all sources of the receipts, with all labels."""
     files = open_plan_files(tasks[0].store)
-    with suppress(FileNotFoundError, NotADirectoryError, TracestoreError), open_store(tasks[0].store) as store:
-        stored = {(s.path, s.size, s.fingerprint) for s in store.internals.index.sources()}
-        return all((found := listed(files, task)) is not None and found[1] <= stored for task in tasks)
+    with suppress(FileNotFoundError, NotADirectoryError, TracestoreError):
+        found = [listed(files, task) for task in tasks]
+        if None not in found:
+            with open_store(tasks[0].store) as store:
+                stored = {(s.path, s.size, s.fingerprint) for s in store.internals.index.sources()}
+            return all(one is not None and one[1] <= stored for one in found)
     return False
 
 
@@ -119,6 +121,27 @@ def commit_tasks(tasks: Sequence[Task], *, output: Output | None = None) -> Conv
     if tasks[1:]:  # That of a single one is read at once.
         plan.require_written(tasks)
     return commit_plan(plan, output or Quiet())
+
+
+class Future(Protocol):
+    """A task that is being written, as in `concurrent.futures`."""
+
+    def done(self) -> bool:
+        """Return whether the task is written, or has failed."""
+
+    def result(self) -> object:
+        """Return what the task has returned, or raise its error."""
+
+
+class Workers(Protocol):
+    """Write tasks, until the context is left."""
+
+    def submit(self, task: Task) -> Future:
+        """Write a task."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 def commit_plan(
@@ -179,7 +202,7 @@ class _Commit(Conversion):
         super().__init__(plan.arguments, str(plan.store), options, output, **known)
         self._at_end = self._remove_plan
         self._plan, self._tasks, self._workers = plan, plan.tasks(), workers
-        self._futures: dict[Task, Future[Any]] = {}
+        self._futures: dict[Task, Future] = {}
 
     def _again(self) -> Conversion:
         described, provenances = self._plan.described(), self.provenances
@@ -247,7 +270,7 @@ class _Commit(Conversion):
         assert isinstance(stream, WrittenSource)
         return stream.written_blocks()
 
-    def _wait(self, task: Task, future: Future[Any]) -> None:
+    def _wait(self, task: Task, future: Future) -> None:
         """Wait until a task is written; between two looks, Ctrl-C is noticed."""
         while not future.done():
             self._check_interrupt()

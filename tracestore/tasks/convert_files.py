@@ -19,10 +19,10 @@ from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.ownership import check_store_destination
 from tracestore.store.write.plan_files import open_plan_files
-from tracestore.tasks.committing import commit_plan, unwritten, whole_tasks
+from tracestore.tasks.committing import Workers, commit_plan, unwritten, whole_tasks
 from tracestore.tasks.plan_parts import identity_of
 from tracestore.tasks.task_plan import TaskPlan, kept_plan, new_plan
-from tracestore.tasks.workers import DaskWorkers, LocalWorkers, Workers
+from tracestore.tasks.workers import DaskWorkers, LocalWorkers
 from tracestore.words import plural
 
 _log = logging.getLogger("tracestore.convert")

@@ -1,4 +1,4 @@
-"""Processes of this machine, which are commands so that scripts need no main guard, and workers of a Dask cluster that write tasks."""
+"""Write tasks in processes of this machine, which are commands so that scripts need no main guard, or in workers of Dask."""
 
 import subprocess
 import sys
@@ -153,6 +153,3 @@ class DaskWorkers:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-
-Workers = LocalWorkers | DaskWorkers

@@ -9,7 +9,7 @@ import tracestore
 from tests.helpers import convert, write_pickle
 from tests.ingest.readers.trees import read_tree
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.pickles.pickled_torch import PickledSparse
+from tracestore.ingest.pickles.sparse import PickledSparse
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.standard_normal((2, 4, 5)).astype("f4")

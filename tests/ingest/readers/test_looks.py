@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers import make_traces
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.readers import opening as looks_module
-from tracestore.ingest.readers.opening import FirstLooks
+from tracestore.ingest.readers import looks as looks_module
+from tracestore.ingest.readers.looks import FirstLooks
 from tracestore.store.io.scratch import Scratch
 
 

@@ -287,7 +287,7 @@ def test_valid_files_are_read(tmp_path):
 @pytest.mark.parametrize("kind", ["list", "list in gzip", "dict", "torch"])
 def test_four_times_the_input_takes_four_times_as_long(tmp_path, kind, monkeypatch):
     # A thread that inflates ahead runs for the large file alone, as four files are open on the other side.
-    monkeypatch.setattr(byte_source, "num_processors", lambda: 0)
+    monkeypatch.setattr(byte_source, "_is_processor_idle", lambda: False)
 
     def path_of(count):
         path = tmp_path / f"a{count}.pkl"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.builtin.library import Builtin
-from tracestore.ingest.readers.opening import COMPRESSED, FirstLooks
+from tracestore.ingest.readers.looks import FirstLooks
+from tracestore.ingest.readers.opening import COMPRESSED
 from tracestore.ingest.readers.tree import Value
 from tracestore.store.vocabulary import score_of_word
 

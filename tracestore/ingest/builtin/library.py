@@ -2,7 +2,7 @@
 
 import itertools
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -156,3 +156,9 @@ def builtins() -> Sequence[Builtin]:
     """Return the built-in layouts, in the order of their names."""
     paths = sorted(Path(__file__).with_name("tools").glob("*.toml"))
     return [builtin for path in paths for builtin in parse_builtin(path.stem, path.read_text("utf-8"))]
+
+
+def builtins_near(names: Iterable[str]) -> list[Builtin]:
+    """Return the built-in layouts whose FILES may match one of some names, by the ends of both."""
+    ends = (*{name[name.rfind(".") :] for name in names}, "}", "*")
+    return [builtin for builtin in builtins() if any(text.endswith(ends) for text in builtin.patterns)]

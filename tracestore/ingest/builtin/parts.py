@@ -11,7 +11,7 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, NoTracesError, UsageError
 from tracestore.ingest.builtin.claiming import Claims, claim
-from tracestore.ingest.builtin.library import Builtin, builtins
+from tracestore.ingest.builtin.library import Builtin, builtins_near
 from tracestore.ingest.execute.accounts import looks_like_label
 from tracestore.ingest.execute.claims import is_other, list_files, owner_of
 from tracestore.ingest.execute.execution import Execution
@@ -20,7 +20,8 @@ from tracestore.ingest.exports.export_manifest import find_export
 from tracestore.ingest.exports.exported_records import read_preprocessed
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.places import plan_of
-from tracestore.ingest.readers.opening import PICKLES, FirstLooks, open_tree
+from tracestore.ingest.readers.looks import FirstLooks
+from tracestore.ingest.readers.opening import PICKLES, open_tree
 from tracestore.ingest.readers.text import SUFFIXES as TEXT_SUFFIXES
 from tracestore.ingest.readers.tree import Items, Value
 from tracestore.ingest.sources import Described, SourceFile
@@ -203,9 +204,7 @@ def builtin_parts(
     taken |= {path.absolute() for path in owned}
     left = {n: p for n, p in files.items() if n not in sources and p.absolute() not in taken and not is_other(n)}
     looks = FirstLooks()
-    ends = (*{name[name.rfind(".") :] for name in left}, "}", "*")  # of FILES that may match
-    near = [builtin for builtin in builtins() if any(text.endswith(ends) for text in builtin.patterns)]
-    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in near], looks)
+    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in builtins_near(left)], looks)
     errors, found = _of_rest(claims, left, {path.absolute() for path in arguments}, rest)
     parts = []
     if found is not None:

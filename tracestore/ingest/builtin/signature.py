@@ -12,7 +12,7 @@ from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.execute.accounts import OWN_LINES, looks_like_label
 from tracestore.ingest.execute.values import describe, key_text, member
 from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
-from tracestore.ingest.readers.opening import RepeatedItems
+from tracestore.ingest.readers.looks import RepeatedItems
 from tracestore.ingest.readers.tree import Array, Group, Items, Value
 
 # Items of a stream that may show what a condition states; the first one mostly does.

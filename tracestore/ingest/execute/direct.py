@@ -11,7 +11,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import check_ids, check_no_padding, is_of_sequences, settled_dtype
 from tracestore.ingest.execute.axes import read, read_block
-from tracestore.ingest.execute.records import RecordMaker
+from tracestore.ingest.execute.records import RecordMaker, check_spans
 from tracestore.ingest.execute.values import describe, json_value, one_value, plain_of, settled, typed_value
 from tracestore.ingest.execute.walk import Cell, Node, Walk
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
@@ -64,10 +64,9 @@ def direct_step(plan: Plan) -> ItemsStep | bool | None:
         return False
     before: tuple[Step, ...] = () if step is None else (step,)
     names = {*state.files.names, *getattr(step, "names", ())}
-    settings = plan.layout.settings.items()
     is_direct = (
         not plan.layout.templates
-        and all(n in _SETTINGS or n.startswith("words.") or (n, v) == ("S.padding", "none") for n, v in settings)
+        and all(map(_is_simple, plan.layout.settings.items()))
         and getattr(step, "letter", None) in (None, "N")
         and AXIS_NAMES.keys().isdisjoint(names)
         and "chunk" not in plan.names
@@ -76,6 +75,10 @@ def direct_step(plan: Plan) -> ItemsStep | bool | None:
         and all(_is_key(address, before) for address in plan.left_out)
     )
     return step if is_direct else False
+
+
+def _is_simple(setting: tuple[str, Any]) -> bool:
+    return setting[0] in _SETTINGS or setting[0].startswith("words.") or setting == ("S.padding", "none")
 
 
 def _has_known_axes(place: Place) -> bool:
@@ -116,13 +119,16 @@ class DirectReader:
         may_be_padded = self._states == "hidden_states" and "S.padding" not in known
         self._lengths = _LENGTHS if may_be_padded else frozenset[str]()
         self._seen: dict[tuple[Any, ...], _Keys] = {}
+        self._kind: type | None = None  # of the item before: the check of an abstract class takes long
 
     def record(self, item: Any, bound: Mapping[str, Any], position: int) -> TraceRecord:
         """Return the record of an item."""
         if isinstance(item, str):
             item = json_value(item, self._states)
-        if not isinstance(item, Group):
-            raise InvalidInputError(f"found {describe(item)}, expected a mapping", field=self._states)
+        if type(item) is not self._kind:
+            if not isinstance(item, Group):
+                raise InvalidInputError(f"found {describe(item)}, expected a mapping", field=self._states)
+            self._kind = type(item)
         self._node.is_found = True
         names = tuple(item)
         if (keys := self._seen.get(names)) is None:
@@ -144,6 +150,8 @@ class DirectReader:
                     f"found two values that differ, one as {key}; ignore leaves one out", field=name
                 )
             values[name] = value
+        if "spans" in values:
+            check_spans(values)
         extras = self._extras(item, keys.rest, bound) if keys.rest else None
         self._maker.set_id(values, bound)
         self._maker.set_sample(values, bound.get("sample"))
@@ -225,7 +233,8 @@ class DirectReader:
         for key, place, _, _, node in keys:
             value = item[key]
             node.is_found |= value is not None
-            yield place.name, plain_of(value, lambda array: array.read(), lambda key: key), False
+            is_plain = value is None or isinstance(value, _EXTRAS)
+            yield place.name, value if is_plain else plain_of(value, lambda array: array.read(), lambda key: key), False
 
 
 def _layer_arrays(value: Any, place: Place) -> list[np.ndarray]:

@@ -23,7 +23,8 @@ from tracestore.ingest.execute.traces import TraceCells, TraceColumns, traces_of
 from tracestore.ingest.execute.walk import Cell, Cells, Walk, tree_of
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.places import Place, Plan
-from tracestore.ingest.readers.opening import FirstLooks, open_tree
+from tracestore.ingest.readers.looks import FirstLooks
+from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.readers.tree import Array, Items, Value
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord

@@ -85,9 +85,8 @@ class RecordMaker:
                 raise InvalidInputError(text, field="sample")
 
     def record(self, values: dict[str, Any], position: int, *, is_row: bool) -> TraceRecord:
-        """Return the record of checked values; rules 6a, 6b, 14, 17c and 24. `is_row`: they may be padded as rows of a stack."""
+        """Return the record of checked values; rules 6a, 6b, 17c and 24. `is_row`: they may be padded as rows of a stack."""
         states, is_last = values[self._states], self._states == "last_token"
-        _check_spans(values)
         scores = values.pop("scores", None) if self.has_scores_file else None
         record = record_from_dict(
             values, source_name=self.source_name, position=position, need_attention=self.need_attention
@@ -155,7 +154,7 @@ class RecordMaker:
         check_agreement(found)
 
 
-def _check_spans(values: Mapping[str, Any]) -> None:
+def check_spans(values: Mapping[str, Any]) -> None:
     """Rule 14: a span of the answer with a text equals its slice."""
     spans, answers = values.get("spans"), [values[name] for name in ANSWER_FIELDS if name in values]
     for span in spans if isinstance(spans, list) and answers else ():
@@ -227,6 +226,8 @@ class TraceBuilder:
             trace.columns.leave_out(environment, trace.made_id)
             return None
         self._set_scalars(trace, values, self._scalars)
+        if "spans" in values:
+            check_spans(values)
         is_last = what == "last_token"
         values[what], sizes, ids = arrays.read_states(trace, "D" if is_last else "SD")
         own = None if is_last else self._set_sequence(trace, values, sizes)

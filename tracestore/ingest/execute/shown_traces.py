@@ -1,4 +1,4 @@
-"""Keep what the summary of a run shows of its traces, for a reader who compares it with the files."""
+"""Keep of the traces of a run what its summary shows, and the lengths that rule 17e compares."""
 
 import itertools
 import math
@@ -93,7 +93,7 @@ def _described(record: TraceRecord) -> str:
 
 
 class EqualLengths:
-    """Refuse padded sequences of a run: all have one number of ids, and one begins or ends with an id twice.
+    """Rule 17e: refuse padded sequences of a run: all have one number of ids, and one begins or ends with an id twice.
 
     The first traces decide if they are many, else all of the run: a few may have one length by chance.
 

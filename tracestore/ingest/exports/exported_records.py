@@ -1,6 +1,7 @@
-"""Read the data files of an export: arrays from the file, everything else from its lines of the table.
+"""Read the data files of an export, and files of the layouts `sequences` and `graphs`.
 
-No key is guessed: the result is the record that the exported trace was made from. The table is checked like any input.
+Of an export, arrays come from the file and everything else from its lines of the table, which are checked like any
+input. No key is guessed: the result is the record that the exported trace was made from.
 """
 
 import itertools

@@ -15,6 +15,11 @@ DTYPE_KINDS = "biufcSU"
 NPY_MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 10_000
 NPY_HEAD_BYTES = _MAX_HEADER_BYTES + 16  # with what is before the header
+_READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+    (3, 0): np.lib.format.read_array_header_2_0,
+}
 ZIP_ENTRY = struct.Struct("<4s5H3I2H")  # what is before the name of an entry of an archive
 _TWO_BYTES = np.dtype("V2")
 # CPython 3.11 counts the depth of all expressions that threads parse together, and raises SystemError.
@@ -63,9 +68,8 @@ def read_npy_header(data: bytes, name: str) -> tuple[tuple[int, ...], bool, np.d
     head = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(head)
-        if version not in ((1, 0), (2, 0), (3, 0)):
+        if (read := _READ_HEADER.get(version)) is None:
             raise ValueError(f"version {version}")
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         with _PARSING:
             shape, is_fortran, dtype = read(head, max_header_size=_MAX_HEADER_BYTES)
         return shape, is_fortran, dtype, head.tell()

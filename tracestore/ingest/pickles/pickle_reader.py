@@ -5,21 +5,23 @@ from typing import Any
 
 from tracestore._core.pickle import ByteReader, SafeUnpickler
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.pickles import pickled_objects, pickled_torch, pickled_values
+from tracestore.ingest.pickles import joblib_arrays, pickled_objects, pickled_torch, pickled_values, sparse
+from tracestore.ingest.pickles import pickled_frames as frames
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, PickledValue, SafeGlobal
 
 # Memory for objects of finished traces that a later trace could refer to.
 RETAINED_BYTES = 32 << 20
 # (module, name) -> stand-in. Of the other names, those of the standard library and of numpy and torch are refused.
 ALLOWED: dict[tuple[str, str], SafeGlobal] = pickled_objects.GLOBALS | pickled_values.GLOBALS | pickled_torch.GLOBALS
-# What returns the stand-in of a name that is not among these, or None.
-_FAMILIES = (pickled_torch.scipy_class, pickled_objects.pandas_class, pickled_objects.unknown_class)
+ALLOWED |= sparse.GLOBALS | frames.GLOBALS
 
 
-Load = Callable[[Any], Any] | None  # makes an object of what a pickle refers to
-
-
-def pickle_reader(source: ByteReader, *, persistent_load: Load = None, load_bytes: Load = None) -> SafeUnpickler:
+def pickle_reader(
+    source: ByteReader,
+    *,
+    persistent_load: Callable[[Any], Any] | None = None,
+    load_bytes: Callable[[Any], Any] | None = None,
+) -> SafeUnpickler:
     """Return a reader of one pickle.
 
     Iterating yields the items of a top-level list as they become complete; afterwards, or
@@ -42,13 +44,14 @@ def pickle_reader(source: ByteReader, *, persistent_load: Load = None, load_byte
     # One loader for the whole pickle, however often a file names it.
     allowed = ALLOWED | {
         ("torch.storage", "_load_from_bytes"): pickled_torch.nested_loader(load_bytes),
-        pickled_values.JOBLIB_WRAPPER: pickled_values.joblib_wrapper(source),
+        joblib_arrays.WRAPPER: joblib_arrays.joblib_wrapper(source),
     }
 
     def find_class(module: Any, name: Any) -> SafeGlobal:
         if not isinstance(module, str) or not isinstance(name, str):
             raise InvalidInputError("a class is named by a value that is not a string")
-        known = allowed.get((module, name)) or next(filter(None, (find(module, name) for find in _FAMILIES)), None)
+        known = allowed.get((module, name)) or sparse.scipy_class(module, name) or frames.pandas_class(module, name)
+        known = known or pickled_objects.unknown_class(module, name)
         if known is None:
             raise InvalidInputError(
                 f"names {f'{module}.{name}'[:200]!r}, which is not among the classes that a trace file may have"

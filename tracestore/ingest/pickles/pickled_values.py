@@ -1,4 +1,4 @@
-"""Values that a pickle may hold: NumPy dtypes, arrays, also those of joblib, and scalars, and plain objects.
+"""Values that a pickle may hold: NumPy dtypes, arrays and scalars, and plain objects.
 
 Each class records what the pickle gives, checks it, and only then makes an array. Nothing
 here imports or calls a name from a file; `pickle_reader` collects the accepted names.
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore._core.pickle import ByteReader, plain_array
+from tracestore._core.pickle import plain_array
 from tracestore.errors import InvalidInputError
 
 MAX_NDIM = 16
@@ -23,7 +23,6 @@ _BUFFERS, _SEQUENCES = (bytes, bytearray, memoryview), (tuple, list)
 _DTYPE = re.compile(r"([<>|=]?)(?:([biufc])(1|2|4|8|16)|([SU])(\d{1,6}))")
 _SIZES = {("b", 1)} | {(k, s) for k in "iu" for s in (1, 2, 4, 8)} | {("f", s) for s in (2, 4, 8, 16)}
 _SIZES |= {("c", 8), ("c", 16)}
-JOBLIB_WRAPPER = ("joblib.numpy_pickle", "NumpyArrayWrapper")
 
 
 class SafeGlobal:
@@ -61,20 +60,6 @@ class SafeFunction(SafeGlobal):
             self.call = function  # type: ignore[method-assign, assignment]
         if is_class:
             self.new = function  # type: ignore[method-assign, assignment]
-
-
-class StateClass(SafeClass):
-    """A class whose objects are made without arguments, and completed by the opcode BUILD."""
-
-    def __init__(self, name: str, make: Callable[[], "PickledValue"]) -> None:
-        super().__init__(name)
-        self._make = make
-
-    def new(self, args: tuple[Any, ...]) -> "PickledValue":
-        """Return an object without its state."""
-        if args:
-            raise InvalidInputError(f"found {self.name} made with arguments")
-        return self._make()
 
 
 def functions(module: str, **named: Callable[[tuple[Any, ...]], Any]) -> dict[tuple[str, str], SafeGlobal]:
@@ -137,11 +122,12 @@ class PickledArray(PickledValue):
         """Make the array, or for dtype object a list."""
         if not isinstance(state, tuple) or len(state) not in (4, 5):
             raise InvalidInputError("found an ndarray whose state is not (version, shape, dtype, order, data)")
-        pickled = state[-3]
-        if type(pickled) is PickledDtype and pickled.plain_itemsize and pickled.dtype is not None:
-            self.array = plain_array(state, pickled.dtype, pickled.plain_itemsize)
-            if self.array is not None:
-                return
+        if type(state) is tuple and type(state[-3]) is PickledDtype:
+            pickled = state[-3]
+            if pickled.plain_itemsize and pickled.dtype is not None:
+                self.array = plain_array(state, pickled.dtype, pickled.plain_itemsize)
+                if self.array is not None:
+                    return
         shape, dtype, fortran, data = state[-4:]
         shape = checked_shape(shape)
         if not isinstance(dtype, PickledDtype):
@@ -272,31 +258,3 @@ for _module in ("builtins", "__builtin__"):  # Python 3 and 2
 for _module in ("numpy.core", "numpy._core"):  # NumPy 1 and 2
     GLOBALS |= functions(f"{_module}.multiarray", _reconstruct=_reconstruct, scalar=_scalar)
     GLOBALS |= functions(f"{_module}.numeric", _frombuffer=_from_buffer)
-
-
-class JoblibArray(PickledArray):
-    """A NumpyArrayWrapper of joblib. Its state describes an array whose bytes follow in the file."""
-
-    __slots__ = ("_source",)
-
-    def __init__(self, source: ByteReader) -> None:
-        super().__init__()
-        self._source = source
-
-    def build(self, state: Any) -> None:
-        """Read the array that a state describes."""
-        if type(state) is not dict or not {"subclass", "shape", "order", "dtype"} <= state.keys():
-            raise InvalidInputError("found a joblib array whose state is not (subclass, shape, order, dtype)")
-        if self.array is not None or state["subclass"] is not NDARRAY or state["order"] not in ("C", "F"):
-            raise InvalidInputError("found a joblib array of a class other than numpy.ndarray")
-        if not isinstance(state["dtype"], PickledDtype) or state["dtype"].dtype is None:
-            raise InvalidInputError("found a joblib array of objects, expected numbers or strings")
-        if state.get("numpy_array_alignment_bytes") is not None:
-            self._source.read(self._source.read(1)[0])  # padding
-        dtype, shape = state["dtype"].dtype, checked_shape(state["shape"])
-        self.array = make_array(self._source.read(math.prod(shape) * dtype.itemsize), dtype, shape, state["order"])
-
-
-def joblib_wrapper(source: ByteReader) -> SafeGlobal:
-    """Return the class NumpyArrayWrapper; `source` is the file behind the pickle."""
-    return StateClass(".".join(JOBLIB_WRAPPER), partial(JoblibArray, source))

@@ -145,7 +145,9 @@ def open_zip(mapped: MappedFile) -> tuple[memoryview, Callable[[Any], PickledSto
 
 def is_legacy(view: memoryview) -> bool:
     """Return whether the bytes start with the magic number of a legacy torch file."""
-    return b"\x8a\x0a" + LEGACY_MAGIC.to_bytes(10, "little") in bytes(view[:32])
+    head = bytes(view[:32])
+    magic = LEGACY_MAGIC.to_bytes(10, "little")
+    return b"\x8a\x0a" + magic in head
 
 
 def read_legacy(view: Any) -> Any:

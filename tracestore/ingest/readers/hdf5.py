@@ -166,7 +166,9 @@ class HDF5Array(_HDF5Value, Array):  # type: ignore[override]
         parts = [range(extent)[part] for part, extent in zip((*selection, *whole), self.shape, strict=True)]
         places = [[part.start, part.start + len(part)] if isinstance(part, range) else part for part in parts]
         expected = tuple(len(part) for part in parts if isinstance(part, range))
-        self._file.request(path=self._path, selection=places)
+        answer = self._file.request(path=self._path, selection=places)
+        if tuple(answer["shape"]) != expected:
+            raise InvalidInputError(CRASHED, field=self._path[:60])
         return native(self._file.receive(expected, self._dtype))
 
 

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -29,6 +30,61 @@ _LIST_ROWS = 4096
 # deflate, shuffle, fletcher32, szip, nbit, scaleoffset; LZF, which h5py contains. Others are plugins: libraries that
 # HDF5 would load from a folder.
 _FILTERS = frozenset((1, 2, 3, 4, 5, 6, 32000))
+
+
+def open_file(path: Path) -> Any:
+    """Open a file with h5py; raise InvalidInputError if it is damaged."""
+    try:
+        return h5py.File(path, "r", locking=False)
+    except OSError as error:
+        raise InvalidInputError(f"truncated or damaged HDF5 file: {' '.join(str(error).split())[:200]}") from None
+
+
+class Groups:
+    """The groups of one file, each of which is listed by one path only."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._paths: dict[Any, str] = {}
+        self._texts = 0
+
+    def child(self, group: Any, name: str) -> Any:
+        """Return an object of a group after checking that it is in this file; None for a named type."""
+        link = group.get(name, getlink=True)
+        if not isinstance(link, h5py.HardLink):
+            raise InvalidInputError(
+                f"found {'an external' if isinstance(link, h5py.ExternalLink) else 'a soft'} link, "
+                "expected data in this file; copy it with h5copy or h5repack",
+                field=name[:60],
+            )
+        child = group[name]
+        if isinstance(child, h5py.Datatype):
+            return None
+        if isinstance(child, h5py.Group):
+            info = h5py.h5o.get_info(child.id)
+            if self._paths.setdefault((info.fileno, info.addr), child.name) != child.name:
+                raise InvalidInputError("found a group twice", field=name[:60])
+            if len(self._paths) > _MAX_OBJECTS:
+                raise InvalidInputError(f"found more than {_MAX_OBJECTS:,} groups")
+        return child
+
+    def attributes(self, item: Any) -> dict[str, Any]:
+        """Return the attributes of a group or array that hold texts and real numbers, as JSON has them."""
+        values = {}
+        for name in item.attrs:
+            attribute = item.attrs.get_id(name)
+            if attribute.shape is None or name.startswith("DIMENSION_"):
+                continue  # without a value; names of axes and their scales
+            if h5py.check_string_dtype(attribute.dtype) is None and attribute.dtype.kind not in "biuf":
+                continue  # complex numbers; references between objects, as netCDF and pandas write them
+            self._texts += attribute.get_storage_size()
+            value = item.attrs[name]
+            if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+                self._texts += sum(len(text) for text in value.flat)
+            if self._texts > MAX_TEXT_BYTES + self._size:
+                raise InvalidInputError("attributes that exceed the file many times", field=name[:60])
+            values[name] = _plain(value)
+        return values
 
 
 def _plain(value: Any) -> Any:
@@ -134,23 +190,18 @@ def _description(dtype: np.dtype) -> Any:
 
 
 class _Server:
-    """Answer requests about one file at a time, each group of which is listed by one path only."""
+    """Answer requests about one file at a time."""
 
     def __init__(self) -> None:
         self._file: Any = None
-        self._size = self._texts = 0
-        self._paths: dict[Any, str] = {}
+        self._groups = Groups(0)
         self._names: Iterator[str] = iter(())  # of the group that is being listed
 
     def answer(self, request: dict[str, Any]) -> Answer:
         """Return the answer to a request, and the arrays whose bytes follow it."""
         if "open" in request:
-            try:
-                self._file = h5py.File(request["open"], "r", locking=False)
-            except OSError as error:
-                reason = " ".join(str(error).split())[:200]
-                raise InvalidInputError(f"truncated or damaged HDF5 file: {reason}") from None
-            self._size, self._texts, self._paths = os.stat(request["open"]).st_size, 0, {}
+            path = Path(request["open"])
+            self._file, self._groups = open_file(path), Groups(os.stat(path).st_size)
             return {}, iter(())
         if "close" in request:
             self._file.close()
@@ -160,7 +211,7 @@ class _Server:
         if "list" in request:
             return self._list(item, request["list"]), iter(())
         if "attributes" in request:
-            return {"attributes": self._attributes(item)}, iter(())
+            return {"attributes": self._groups.attributes(item)}, iter(())
         if "rows" in request:
             return self._rows(item, path, *request["rows"])
         selection = tuple(slice(*k) if isinstance(k, list) else k for k in request["selection"])
@@ -169,7 +220,7 @@ class _Server:
         if item.dtype.names:  # without the gaps that the fields may have in the file
             packed = np.dtype(_description(item.dtype))
             arrays = (array.astype(packed) for array in arrays)
-        return {}, arrays
+        return {"shape": shape}, arrays
 
     def _list(self, group: Any, begin: int) -> dict[str, Any]:
         if group.name.count("/") > _MAX_DEPTH:
@@ -177,47 +228,9 @@ class _Server:
         if begin == 0:
             self._names = iter(group)
         names = list(islice(self._names, _LIST_ROWS))
-        children = ((name, self._child(group, name)) for name in names)
+        children = ((name, self._groups.child(group, name)) for name in names)
         entries = [[name, *self._entry(child)] for name, child in children if child is not None]
         return {"entries": entries, "next": begin + len(names) if len(names) == _LIST_ROWS else None}
-
-    def _child(self, group: Any, name: str) -> Any:
-        """Return an object of a group after checking that it is in this file; None for a named type."""
-        link = group.get(name, getlink=True)
-        if not isinstance(link, h5py.HardLink):
-            raise InvalidInputError(
-                f"found {'an external' if isinstance(link, h5py.ExternalLink) else 'a soft'} link, "
-                "expected data in this file; copy it with h5copy or h5repack",
-                field=name[:60],
-            )
-        child = group[name]
-        if isinstance(child, h5py.Datatype):
-            return None
-        if isinstance(child, h5py.Group):
-            info = h5py.h5o.get_info(child.id)
-            if self._paths.setdefault((info.fileno, info.addr), child.name) != child.name:
-                raise InvalidInputError("found a group twice", field=name[:60])
-            if len(self._paths) > _MAX_OBJECTS:
-                raise InvalidInputError(f"found more than {_MAX_OBJECTS:,} groups")
-        return child
-
-    def _attributes(self, item: Any) -> dict[str, Any]:
-        """Return the attributes of a group or array that hold texts and real numbers, as JSON has them."""
-        values = {}
-        for name in item.attrs:
-            attribute = item.attrs.get_id(name)
-            if attribute.shape is None or name.startswith("DIMENSION_"):
-                continue  # without a value; names of axes and their scales
-            if h5py.check_string_dtype(attribute.dtype) is None and attribute.dtype.kind not in "biuf":
-                continue  # complex numbers; references between objects, as netCDF and pandas write them
-            self._texts += attribute.get_storage_size()
-            value = item.attrs[name]
-            if isinstance(value, np.ndarray) and value.dtype.kind == "O":
-                self._texts += sum(len(text) for text in value.flat)
-            if self._texts > MAX_TEXT_BYTES + self._size:
-                raise InvalidInputError("attributes that exceed the file many times", field=name[:60])
-            values[name] = _plain(value)
-        return values
 
     def _entry(self, child: Any) -> tuple[Any, ...]:
         """Return kind, shape and dtype of an object of a group."""

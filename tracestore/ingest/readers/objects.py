@@ -1,22 +1,23 @@
-"""The tree of pickles, of files of torch.save, and of .npy files and .npz archives, whose arrays may be pickles, too."""
+"""The tree of pickles and files of torch.save, over the values that the reader of untrusted pickles makes."""
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from tracestore._core.pickle import BufferReader, ByteReader, SafeUnpickler
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.limits import Limits
-from tracestore.ingest.files.npz import DAMAGE, StoredArray, damaged, stored_arrays, stored_npy
 from tracestore.ingest.pickles import torch_file
-from tracestore.ingest.pickles.pickle_reader import load_objects, pickle_reader
-from tracestore.ingest.pickles.pickled_objects import PandasObject, PickledDict, PickledObject, UnknownClass
-from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledSparse, PickledTensor
+from tracestore.ingest.pickles.pickle_reader import pickle_reader
+from tracestore.ingest.pickles.pickled_frames import PandasObject
+from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
+from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, SafeClass
+from tracestore.ingest.pickles.sparse import PickledSparse
 from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, refusals
 from tracestore.ingest.readers.tree import (
     Array,
@@ -28,10 +29,7 @@ from tracestore.ingest.readers.tree import (
     Value,
     array_value,
     dtype_name,
-    native,
-    nested_group,
 )
-from tracestore.store.io.scratch import Scratch
 
 _PROTO = 0x80
 _SCALARS = frozenset((int, float, bool, type(None)))
@@ -40,9 +38,6 @@ _KEYS = frozenset((str, int, float, bool, tuple))
 _ENDS_OF_LISTS = (b"e.", b"a.")
 _STOP = b"."
 _BEGIN_OF_LIST = re.compile(rb"\x80.(\x95.{8})?\]", re.DOTALL)  # PROTO, FRAME, EMPTY_LIST
-# A compressed array of texts, records or no axes is read when it is opened.
-_MAX_EAGER_BYTES = 64 << 20
-_CHUNK_BYTES = 4 << 20
 
 
 class ObjectOpener:
@@ -73,8 +68,7 @@ class ObjectOpener:
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes_value(value, self.charge)
         if isinstance(value, PickledSparse):
-            self.charge(0, 8 * math.prod(value.size or ()), 0)  # before it becomes dense
-            return array_value(value.resolve())
+            return SparseArray(value, self.charge)
         if isinstance(value, PandasObject):
             columns = value.values()
             return self._rows(columns) if isinstance(columns, dict) else self(columns)
@@ -151,6 +145,23 @@ def _arrays_of_one_dtype(values: list[Any]) -> list[np.ndarray] | None:
         return None
     is_other = [type(array) is not np.ndarray or array.dtype is not dtype or not array.ndim for array in arrays]
     return None if True in is_other else arrays
+
+
+class SparseArray(Array):
+    """A sparse matrix, which becomes dense when it is read."""
+
+    def __init__(self, matrix: PickledSparse, charge: Charge) -> None:
+        if matrix.size is None:
+            raise InvalidInputError("found a sparse matrix without values")
+        self._matrix, self._charge, self.shape = matrix, charge, matrix.size
+        values = matrix.values.dtype
+        self.dtype = "float32" if values.kind == "V" else dtype_name(values)
+
+    def read(self, selection: Selection = ()) -> np.ndarray:
+        """Return a selection of the dense matrix."""
+        self._charge(0, math.prod(self.shape) * 8, 0)
+        with refusals():
+            return np.asarray(self._matrix.resolve()[selection])
 
 
 def _keyed(values: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -249,99 +260,3 @@ def read_torch_zip(content: Content) -> Value:
     pickle, load = torch_file.open_zip(content.mapped)
     is_list = _is_list(pickle) and _BEGIN_OF_LIST.match(pickle) is not None
     return read_pickle(BufferReader(pickle), content.limits, is_list=is_list, persistent_load=load)
-
-
-def read_npy(content: Content) -> Value:
-    """Return the array of a file: a lazy one, items of texts or records, or the objects of its pickle."""
-    return _opened(stored_npy(content.mapped, 0, len(content.mapped), content.name), content)
-
-
-def read_npz(content: Content) -> Value:
-    """Return the arrays of an archive by name."""
-    arrays = stored_arrays(content.mapped, content.limits.file_bytes)
-    return nested_group(arrays, lambda array: _opened(array, content))
-
-
-def _opened(array: StoredArray, content: Content) -> Value:
-    charge = content.limits.charge
-    charge()
-    with refusals():
-        if array.dtype.kind == "O":
-            return _objects(array, content)
-        if array.data is not None:
-            return array_value(array.view(), charge)
-        if array.dtype.kind in "biufcV" and array.dtype.names in (None, ("bfloat16",)) and array.shape:
-            return CompressedArray(array, content.scratch, charge)
-        if array.num_bytes > _MAX_EAGER_BYTES:
-            raise InvalidInputError(
-                f"found {array.num_bytes:,} compressed bytes of texts or records, expected at most "
-                f"{_MAX_EAGER_BYTES >> 20} MiB; write them with numpy.savez",
-                field=array.name,
-            )
-        return array_value(CompressedArray(array, content.scratch, charge).whole(), charge)
-
-
-def _objects(array: StoredArray, content: Content) -> Value:
-    values = load_objects(array.pickle(content.scratch), array.name)
-    count = math.prod(array.shape[:1])
-    if len(values) != count:
-        raise InvalidInputError(f"found {len(values)} objects, expected those of shape {array.shape}", field=array.name)
-    return ObjectOpener(content.limits)(values if array.shape else values[0])
-
-
-class CompressedArray(Array):
-    """An array that is inflated from front to back: rows one after the other, other selections from the whole array."""
-
-    def __init__(self, array: StoredArray, scratch: Scratch, charge: Charge) -> None:
-        self._stored, self._scratch, self._charge = array, scratch, charge
-        self.shape, self.dtype = array.shape, dtype_name(array.dtype)
-        self._stream: IO[bytes] | None = None
-        self._next = 0  # row of the stream
-        self._whole: np.ndarray | None = None
-
-    def read(self, selection: Selection = ()) -> np.ndarray:
-        """Return the values of a selection."""
-        with refusals():
-            if not selection:
-                part = self.whole()
-            elif self._stored.is_fortran or selection[0] == slice(None):
-                self._whole = self.whole() if self._whole is None else self._whole  # it is inflated once
-                part = self._whole[selection]
-            else:
-                places = range(self.shape[0])[selection[0]]
-                rows = self._rows(*((places.start, places.stop) if isinstance(places, range) else (places, places + 1)))
-                part = rows[(slice(None) if isinstance(places, range) else 0, *selection[1:])]
-        self._charge(0, part.nbytes, 0)
-        return native(np.asarray(part, self._stored.dtype))
-
-    def whole(self) -> np.ndarray:
-        """Inflate the array."""
-        with self._stored.stream() as stream:
-            array = self._inflated(stream, self.shape[::-1] if self._stored.is_fortran else self.shape)
-            if stream.read(1):
-                raise InvalidInputError("trailing bytes after an array")
-        return array.T if self._stored.is_fortran else array
-
-    def _rows(self, begin: int, end: int) -> np.ndarray:
-        """Inflate rows, from the beginning if a later one was read before."""
-        if self._stream is None or self._next > begin:
-            self._stream, self._next = self._stored.stream(), 0
-        while self._next < begin:
-            self._inflated(self._stream, self.shape[1:])
-            self._next += 1
-        self._next = end
-        return self._inflated(self._stream, (end - begin, *self.shape[1:]))
-
-    def _inflated(self, stream: IO[bytes], shape: tuple[int, ...]) -> np.ndarray:
-        out = self._scratch.empty(shape, self._stored.dtype)
-        view, begin = memoryview(out.reshape(-1).view("u1").data), 0
-        try:
-            while begin < len(view):
-                chunk = stream.read(min(_CHUNK_BYTES, len(view) - begin))
-                if not chunk:
-                    raise InvalidInputError("truncated: an array ends early")
-                view[begin : begin + len(chunk)] = chunk
-                begin += len(chunk)
-        except DAMAGE as error:
-            raise damaged(error) from None
-        return out

@@ -15,13 +15,12 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.store.format import schema
 
+Key = str | int | float | bool | tuple[Any, ...]
 Value = Union["Group", "Items", "Array", str, int, float, bool, None]
 Selection = tuple[int | slice, ...]
 _MAX_AXES = 8
 _NUMBERS = ("int", "uint", "float", "bool")
-Attributes = Mapping[str, Value]  # that a container attaches to a value
-Opener = Callable[[Any], Value]  # makes a value of the tree
-_NO_ATTRIBUTES: Attributes = {}
+_NO_ATTRIBUTES: Mapping[str, Any] = {}
 
 
 class Charge(Protocol):
@@ -51,7 +50,7 @@ class Array(ABC):
 
     shape: tuple[int, ...]
     dtype: str
-    attributes: Attributes = _NO_ATTRIBUTES
+    attributes: Mapping[str, Value] = _NO_ATTRIBUTES
 
     @property
     def ndim(self) -> int:
@@ -122,7 +121,7 @@ class Group(Mapping[Any, Value]):
     """
 
     __slots__ = ()
-    attributes: Attributes = _NO_ATTRIBUTES
+    attributes: Mapping[str, Value] = _NO_ATTRIBUTES
 
     def at_hand(self, keys: Sequence[Any]) -> list[Any]:
         """Return, for each key, what the reader has made already: a text, a number, an array of NumPy, a list of them.
@@ -147,7 +146,12 @@ class MappingGroup(Group):
 
     __slots__ = ("_open", "_values", "attributes")
 
-    def __init__(self, values: Mapping[Any, Any], open_value: Opener, attributes: Attributes = _NO_ATTRIBUTES) -> None:
+    def __init__(
+        self,
+        values: Mapping[Any, Any],
+        open_value: Callable[[Any], Value],
+        attributes: Mapping[str, Value] = _NO_ATTRIBUTES,
+    ) -> None:
         self._values, self._open, self.attributes = values, open_value, attributes
 
     def __getitem__(self, key: Any) -> Value:
@@ -181,7 +185,7 @@ class Items(ABC):
     length: int | None = None
     is_stream: bool = True
     is_lent: bool = False
-    attributes: Attributes = _NO_ATTRIBUTES
+    attributes: Mapping[str, Value] = _NO_ATTRIBUTES
 
     @abstractmethod
     def __iter__(self) -> Iterator[Value]:
@@ -206,7 +210,7 @@ class StreamItems(Items):
     """
 
     def __init__(
-        self, items: Iterable[Value], attributes: Attributes = _NO_ATTRIBUTES, *, is_lent: bool = False
+        self, items: Iterable[Value], attributes: Mapping[str, Value] = _NO_ATTRIBUTES, *, is_lent: bool = False
     ) -> None:
         self._items, self.attributes, self.is_lent = iter(items), attributes, is_lent
 
@@ -229,7 +233,7 @@ class ListItems(Items):
 
     is_stream = False
 
-    def __init__(self, values: Sequence[Any], open_value: Opener, charge: Charge = no_charge) -> None:
+    def __init__(self, values: Sequence[Any], open_value: Callable[[Any], Value], charge: Charge = no_charge) -> None:
         self.values, self._open, self.charge, self.length = values, open_value, charge, len(values)
 
     def __iter__(self) -> Iterator[Value]:
@@ -242,7 +246,9 @@ class ListItems(Items):
         return len(self.values)
 
 
-def nested_group(values: Mapping[str, Any], open_value: Opener, attributes: Attributes = _NO_ATTRIBUTES) -> Group:
+def nested_group(
+    values: Mapping[str, Any], open_value: Callable[[Any], Value], attributes: Mapping[str, Value] = _NO_ATTRIBUTES
+) -> Group:
     """Return values whose names are paths as groups in each other: the name "a/b" becomes ["a"]["b"].
 
     A name that is also the beginning of another's path leaves the longer name whole. No value is a dict.
