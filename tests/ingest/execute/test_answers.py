@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
+import tracestore
 from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
 from tracestore.errors import TracestoreError, UsageError
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.language import parse_layout
 from tracestore.ingest.layout.places import plan_of
+from tracestore.ingest.pickles.sparse import PickledSparse
 
 ITEM = "a.pkl : [id=id]/"
 STATES = {"hidden_states": f"{ITEM}hs -> L S D"}
@@ -529,3 +531,20 @@ def test_an_answer_of_the_mask_begins_at_prompt_length(tmp_path, flags, prompt, 
         refuse(tmp_path, layout, rf"generated_mask: found the first generated token at \d, expected {prompt}")
     else:
         assert convert(tmp_path, layout)["a", 0].prompt_length == prompt
+
+
+def test_sparse_attention_is_made_dense_when_it_is_read(tmp_path, monkeypatch):
+    """A look at a matrix, for an address or a count, makes no dense one, and neither does a store without attention."""
+    sparse = pytest.importorskip("scipy.sparse")
+    weights = [sparse.csr_matrix(np.eye(4, k=-1, dtype="f4") / 2 + np.diag([1, 0.5, 0.5, 0.5]).astype("f4"))] * 2
+    ids = {f"q{k}": {"hs": states(2, 4, 8, seed=k), "at": weights, "label": k % 2} for k in range(5)}
+    dump(tmp_path / "in/a.pkl", ids)
+    made, resolve = [], PickledSparse.resolve
+    monkeypatch.setattr(PickledSparse, "resolve", lambda self: made.append(self) or resolve(self))
+    layout = {"hidden_states": f"{ITEM}hs -> L S D", "attentions": f"{ITEM}at -> L S S", "label": f"{ITEM}label"}
+    layout = {name: line.replace("[id=id]", "{id}") for name, line in layout.items()}
+
+    tracestore.convert_files(tmp_path / "in", tmp_path / "none.zarr", layout=layout, attention="none")
+    assert not made
+    assert len(convert(tmp_path, layout, attention="mean")) == 5
+    assert len(made) == 10
