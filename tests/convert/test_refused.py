@@ -156,6 +156,18 @@ def test_conflicts_are_refused_one_by_one(tmp_path):
     assert tracestore.open(store).question_ids == ["q0", "q1", "q2"] and read_list(store)[0]["position"] == 2
 
 
+def test_answers_of_another_file_of_the_same_name_join_no_question(tmp_path):
+    store, rng = tmp_path / "s.zarr", np.random.default_rng(0)
+    for folder, num_answers in (("a", 2), ("b", 3)):
+        states = rng.normal(size=(2, num_answers, 3, 5, 8)).astype(np.float32)
+        (tmp_path / folder).mkdir()
+        write_pickle(tmp_path / folder / "run.pkl", [[{"hs": h} for h in question] for question in states])
+        convert(tmp_path / folder, store, "--skip-bad", "--field", "hidden_states = run.pkl : []/[K]/hs -> L S D")
+    stored = tracestore.open(store)
+    assert [(trace.question_id, trace.sample) for trace in stored] == [(f"run.pkl:{q}", k) for q in (0, 1) for k in (0, 1)]
+    assert len(read_list(store)) == 1
+
+
 def test_a_conflict_with_another_writer_ends_a_conversion(tmp_path, monkeypatch, capsys):
     """Also with --skip-bad: a commit leaves complete sources out. The next run reads them again."""
     data, store, commit = tmp_path / "data", tmp_path / "s.zarr", StoreWriter.commit

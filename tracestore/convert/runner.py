@@ -545,7 +545,7 @@ class Conversion:
                         self._shared.check(known, is_changed=replaces or is_conflict, is_last=not replaces)
         except InvalidInputError as error:
             error.reason += _ADVICE.get(error.field or "", "")
-            if not self._options.skip_bad:
+            if error.is_whole_source or not self._options.skip_bad:
                 raise
             added.refused.append(error)
         else:

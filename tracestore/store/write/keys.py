@@ -146,6 +146,8 @@ class KeyResolver:
                 f"found a second trace of question id {record.question_id!r} (sample {record.sample}) with different "
                 f"content ({difference}), expected one trace per key",
                 field="question_id",
+                # Ids made of positions tell nothing if the file is another one of the same name.
+                is_whole_source=record.question_id.startswith(f"{self._pending.sources[-1].path}:"),
             )
         self.num_conflicts += 1
         if self.on_conflict != "keep-last":
