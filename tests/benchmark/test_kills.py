@@ -1,5 +1,6 @@
-"""A benchmark that is killed at random moments leaves no results that look complete and are not; Ctrl-C is one line."""
+"""A benchmark that ends early: it leaves no results that look complete and are not, and --resume keeps those that are."""
 
+import dataclasses
 import json
 import os
 import random
@@ -8,10 +9,17 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
-from tests.detectors.published.conftest import write_published
+import tracestore
+from tests.detectors.published.conftest import COUNT, make_labeled, write_published
 from tests.helpers import ROOT
+from tracestore.benchmark import fold_runs
+from tracestore.benchmark.finished import FinishedResults
+from tracestore.benchmark.fold_runs import Activity, LabeledStore
+from tracestore.benchmark.run import BenchmarkOptions, run_benchmark
+from tracestore.errors import UsageError
 from tracestore.inference.predict import load_detector
 
 KILLS = int(os.environ.get("TRACESTORE_BENCHMARK_KILLS", "2"))
@@ -106,3 +114,67 @@ def check(out, expected):
     for name in NAMES.split(","):
         assert (name in table) == (name in entry["detectors"]) == (f">{name}<" in page)
     return True
+
+
+@pytest.mark.long
+def test_a_resumed_benchmark_keeps_what_was_finished(tmp_path, monkeypatch):
+    path, lines, measured = write_published(tmp_path / "s.zarr"), [], []
+    options = BenchmarkOptions(("probe_last", "lookback_lens"), folds=2, save_detectors=True)
+    expected = run_benchmark([path], tmp_path / "whole", options, lambda _: None)
+    own = fold_runs.measure_detector
+
+    def interrupted(name, *arguments):
+        measured.append(name)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return own(name, *arguments)
+
+    monkeypatch.setattr(fold_runs, "measure_detector", interrupted)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run_benchmark([path], out, options, lambda _: None)
+    with pytest.raises(UsageError, match="continue it with --resume"):
+        run_benchmark([path], out, options, lambda _: None)
+    with open(out / ".finished.jsonl", "a") as file:
+        file.write('\n{"of": "cut by a cra')
+    # Without a checkpoint, a detector is measured again.
+    (out / f"checkpoints/{measured[0]}.pt").unlink()
+    found = run_benchmark([path], out, dataclasses.replace(options, resume=True), lines.append)
+    assert f"finished before: {measured[1]}" in lines and measured[3] == measured[0]
+    for name in ("scores.csv", "checkpoints/probe_last.pt", "checkpoints/lookback_lens.pt"):
+        assert (out / name).exists()
+    assert (out / "scores.csv").read_bytes() == (tmp_path / "whole/scores.csv").read_bytes()
+    assert without_costs(found) == without_costs(expected) and not (out / ".finished.jsonl").exists()
+
+
+@pytest.mark.parametrize("change", ["nothing", "seed", "labels", "states", "folds", "checkpoint"])
+def test_results_of_other_data_or_options_are_not_kept(tmp_path, change):
+    def results(count=COUNT, first=0, y=0, seed=42, fold=0, checkpoint=None):
+        if not (path := tmp_path / f"{first}.zarr").exists():
+            write_published(path, [make_labeled(first + k) for k in range(count)])
+        store = tracestore.open(path)
+        folds = {"question": np.arange(count) // 2 % 2 ^ fold}
+        data = LabeledStore("s", store, np.arange(count), np.arange(count) % 2 ^ y, folds)
+        lines = []
+        finished = FinishedResults(tmp_path / ".finished.jsonl", resume=True)
+        list(finished.measure([("length", data, [], seed, checkpoint)], 1, Activity(lines.append)))
+        return lines
+
+    assert "finished before: length" not in results()
+    changed = {
+        "nothing": {},
+        "seed": {"seed": 43},
+        "labels": {"y": 1},
+        "states": {"first": 1},
+        "folds": {"fold": 1},
+        "checkpoint": {"checkpoint": tmp_path / "length.pt"},
+    }
+    assert ("finished before: length" in results(**changed[change])) == (change == "nothing")
+
+
+def without_costs(value):
+    """Return results without times and memory."""
+    if isinstance(value, dict):
+        costs = ("fit_s", "score_s", "cpu_s", "peak_bytes", "features_s")
+        return {key: without_costs(v) for key, v in value.items() if key not in costs}
+    return list(map(without_costs, value)) if isinstance(value, list) else value

@@ -290,8 +290,12 @@ def external_scores(name: str, data: LabeledStore, scores: np.ndarray) -> Measur
     return result
 
 
-def measure_all(jobs: Sequence[Job], workers: int, activity: Activity) -> Iterator[Measured]:
+def measure_all(
+    jobs: Sequence[Job], workers: int, activity: Activity, on_finished: Callable[[Measured], None]
+) -> Iterator[Measured]:
     """Yield the result of every job in their order, computed by so many processes side by side.
+
+    `on_finished` receives each result without an error as soon as it is there, in a thread.
 
     A detector of another package runs in a process of its own, also with one worker.
     """
@@ -310,9 +314,11 @@ def measure_all(jobs: Sequence[Job], workers: int, activity: Activity) -> Iterat
                     result = _measure_apart(job, cancelled)
         costs = [f"{result.fit_s + result.score_s:.1f} s", *result.notes]
         activity.log(f"{result.name}: {result.error or '; '.join(costs)}")
+        if result.error is None:
+            on_finished(result)
         return result
 
-    if workers == 1 or len(jobs) == 1:
+    if workers == 1 or len(jobs) <= 1:
         yield from (measure(job, None) for job in jobs)
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)

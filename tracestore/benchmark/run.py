@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.benchmark.finished import FinishedResults
 from tracestore.benchmark.fold_metrics import (
     compare_schemes,
     compare_sources,
@@ -17,7 +18,7 @@ from tracestore.benchmark.fold_metrics import (
     scores_without_threshold,
     transfer_entry,
 )
-from tracestore.benchmark.fold_runs import Activity, LabeledStore, Measured, Show, external_scores, measure_all
+from tracestore.benchmark.fold_runs import Activity, LabeledStore, Measured, Show, external_scores
 from tracestore.benchmark.frozen_folds import FrozenFolds, frozen_folds
 from tracestore.console import nan_to_none
 from tracestore.detectors.apart import named, properties
@@ -39,6 +40,7 @@ from tracestore.train.output_dir import lock_output_dir, write_json
 from tracestore.words import plural
 
 RESULTS, SCORES, TABLE, REPORT = "benchmark.json", "scores.csv", "table.txt", "report.html"
+_FINISHED = ".finished.jsonl"
 # The features of the fields that the detectors of this package read.
 _FEATURES = {"last_token": "last", "hidden_states": "hidden", "attention": "attention", "answer": "tokens"}
 
@@ -70,6 +72,8 @@ class BenchmarkOptions:
         Fit each detector to all labeled traces too, and write it to checkpoints/NAME.pt for ``tracestore predict``.
     command : str, optional
         The command, for the report.
+    resume : bool
+        Continue an interrupted run: detectors that it has finished on the same traces, labels and folds keep their results.
     overwrite : bool
         Replace earlier results. Folds are never replaced.
     allow_mixed_provenance : bool
@@ -86,6 +90,7 @@ class BenchmarkOptions:
     folds_dir: Path | None = None
     save_detectors: bool = False
     command: str | None = None
+    resume: bool = False
     overwrite: bool = False
     allow_mixed_provenance: bool = False
 
@@ -131,14 +136,19 @@ def run_benchmark(
     with lock_output_dir(output_dir):
         is_whole = (output_dir / RESULTS).exists()
         are_saved = any(path.stem in registry() for path in output_dir.glob("checkpoints*/*.pt"))
-        if not options.overwrite and (is_whole or (options.save_detectors and are_saved)):
+        has_finished = (output_dir / _FINISHED).exists()
+        if not options.overwrite and (is_whole or (options.save_detectors and are_saved and not has_finished)):
             raise UsageError(f"{output_dir} holds earlier results; pass --overwrite or another --output")
         if is_whole:
             _check_replaced(output_dir / RESULTS)
         pages = _pages(opened)
-        is_run = is_whole or are_saved or all((output_dir / f"folds-{name}.json").exists() for name in opened)
-        if is_run and not options.overwrite and any((output_dir / name).exists() for name in pages):
-            raise UsageError(f"{output_dir} holds files of an interrupted run; pass --overwrite or another --output")
+        has_folds = all((output_dir / f"folds-{name}.json").exists() for name in opened)
+        is_run = is_whole or are_saved or has_finished or has_folds
+        is_interrupted = has_finished or (is_run and any((output_dir / name).exists() for name in pages))
+        if is_interrupted and not (options.resume or options.overwrite):
+            raise UsageError(
+                f"{output_dir} holds an interrupted run: continue it with --resume, or replace it with --overwrite"
+            )
         check_output_files(output_dir, pages, own=BENCHMARK, overwrite=is_run, inputs=options.scores.values())
         with Activity(log, show) as activity:
             return _run(opened, output_dir, options, activity)
@@ -220,13 +230,14 @@ def _run(
     pages = [output_dir / RESULTS, *map(output_dir.joinpath, _pages(opened))]
     if options.save_detectors:
         _remove(*pages, *replaced)
+    finished = FinishedResults(output_dir / _FINISHED, resume=options.resume)
     results: dict[str, Any] = {"config": _config(options), "stores": {}, "transfer": []}
     scores: dict[str, list[Measured]] = {}
     for name, of_store in data.items():
         others = [other for other in data.values() if other.name != name]
         folder = output_dir / ("checkpoints" if len(data) == 1 else f"checkpoints-{name}")
         checkpoints = folder if options.save_detectors else None
-        entry, measured = _run_store(of_store, others, folds[name], options, checkpoints, activity)
+        entry, measured = _run_store(of_store, others, folds[name], options, checkpoints, finished, activity)
         results["stores"][name], scores[name] = {**entry, "dropped_nonfinite": dropped[name]}, measured
         for other in others:
             results["transfer"] += [
@@ -240,6 +251,7 @@ def _run(
         write_scores(output_dir / _scores_file(name, data), data[name], measured)
     write_atomic(output_dir / TABLE, (format_results(results) + "\n").encode())
     write_json(output_dir / RESULTS, nan_to_none(results))
+    _remove(finished.path)
     return BenchmarkResults(results)
 
 
@@ -278,6 +290,7 @@ def _run_store(
     folds: FrozenFolds,
     options: BenchmarkOptions,
     checkpoints: Path | None,
+    finished: FinishedResults,
     activity: Activity,
 ) -> tuple[dict[str, Any], list[Measured]]:
     """Return the entry of a store in the results, and the scores of the detectors that could run."""
@@ -308,7 +321,7 @@ def _run_store(
     activity.log(f"features of all layers: {features_s:.1f} s")
     measured = []
     jobs = [(n, data, others, options.seed, checkpoints and checkpoints / f"{n}.pt") for n in runnable]
-    for result in measure_all(jobs, options.workers, activity):
+    for result in finished.measure(jobs, options.workers, activity):
         if result.error is None:
             measured.append(result)
         else:

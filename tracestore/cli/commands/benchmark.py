@@ -23,8 +23,8 @@ from tracestore.train.config import TrainConfig
 # In a log, a line tells at least this often what runs.
 _LOG_INTERVAL_S = 3.0
 # Fields of BenchmarkOptions that flags set directly.
-_OPTIONS = ("folds", "seed", "score", "score_threshold", "drop_nonfinite", "folds_dir", "save_detectors", "overwrite",
-            "allow_mixed_provenance")  # fmt: skip
+_OPTIONS = ("folds", "seed", "score", "score_threshold", "drop_nonfinite", "folds_dir", "save_detectors", "resume",
+            "overwrite", "allow_mixed_provenance")  # fmt: skip
 
 
 def add_arguments(parser: Parser) -> None:
@@ -63,7 +63,11 @@ def add_arguments(parser: Parser) -> None:
     add_flags(parser, TrainConfig, "score", "score_threshold", "drop_nonfinite")
     add("--workers", type=positive_int, metavar="N", help="processes side by side (default: processors, at most 4)")
     add("--save-detectors", action="store_true", help="write detectors for tracestore predict to OUTPUT/checkpoints")
-    add("--overwrite", action="store_true", help="replace earlier results; folds are never replaced")
+    earlier_run = parser.add_mutually_exclusive_group()
+    earlier_run.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    earlier_run.add_argument(
+        "--overwrite", action="store_true", help="replace earlier results; folds are never replaced"
+    )
     add_shared(parser, "--allow-mixed-provenance")
 
 
