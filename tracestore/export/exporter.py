@@ -18,7 +18,14 @@ from tracestore.export.file_formats import FORMATS, WRITERS, ExportFormat
 from tracestore.export.trace_values import json_line, row_of, score_columns
 from tracestore.extras import needs
 from tracestore.ingest.exports import STORE_FILE
-from tracestore.ingest.exports.export_manifest import DATA_FOLDER, SCORES_FILE, TABLE_FILE, DataFile, ExportManifest
+from tracestore.ingest.exports.export_manifest import (
+    DATA_FOLDER,
+    SCORES_FILE,
+    TABLE_FILE,
+    DataFile,
+    ExportManifest,
+    side_file,
+)
 from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS, is_in_unit_range, used_scores
 from tracestore.store.format.paths import TEMPORARY_PREFIX
@@ -165,12 +172,14 @@ def _write(store: TraceStore, out: Path, manifest: ExportManifest, report: Expor
         if not path.exists():
             with atomic_write(path) as file:
                 write(store, (store[k] for k in range(begin, end)), file)
-        size, provenance = path.stat().st_size, int(provenances[begin])
+        written, provenance = side_file(path), int(provenances[begin])
         stored = None if provenance < 0 else provenance
-        files.append(DataFile(name.format(number), size, end - begin, stored, table_begin=0))
+        files.append(
+            DataFile(name.format(number), written.num_bytes, written.crc32c, end - begin, stored, table_begin=0)
+        )
         report.num_files += 1
         report.num_traces += end - begin
-        report.bytes += size
+        report.bytes += written.num_bytes
         if progress is not None:
             progress(report.num_traces, len(store))
     files = _write_table(store, out / TABLE_FILE, files, in_table)

@@ -94,6 +94,7 @@ DAMAGE = {
     "a missing file": ("traces_batch_0001.pkl", None),
     "a shorter file": ("traces_batch_0002.pkl", lambda b: b[:-1]),
     "a longer file": ("traces_batch_0000.pkl", lambda b: b + b"\0"),
+    "an edited text": ("traces_batch_0001.pkl", lambda b: b.replace(b"q5", b"q9", 1)),
     "a missing table": ("traces.jsonl", None),
     "a changed table": ("traces.jsonl", lambda b: b.replace(b'"label": 1.0', b'"label": 0.0', 1)),
     "changed facts": ("store.json", lambda b: b.replace(b'"correct"', b'"wrong!!"')),
@@ -115,6 +116,21 @@ def test_a_damaged_export_is_refused(out, tmp_path, damage):
     change(out, *DAMAGE[damage])
     error_of("convert", out, tmp_path / "no.zarr", code=3)
     assert not (tmp_path / "no.zarr").exists() or len(tracestore.open(tmp_path / "no.zarr")) < 12
+
+
+@pytest.mark.parametrize("format", ["safetensors", "datasets", "pkl", "pt-lstm"])
+def test_files_of_an_export_that_are_exchanged_are_refused(tmp_path, format):
+    path, out = write_store(tmp_path / "s.zarr", make_traces(2, tokens=6), attention="none"), tmp_path / "out"
+    command("export", path, out, "--format", format, "--traces-per-file", 1, check=0)
+    first, second = sorted(
+        file for file in out.rglob("*.*") if file.suffix in (".safetensors", ".parquet", ".pkl", ".pt")
+    )
+    size, content = first.stat().st_size, first.read_bytes()
+    assert second.stat().st_size == size
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    error = error_of("convert", out, tmp_path / "back.zarr", code=3)
+    assert "has changed since the export; restore it" in error
 
 
 def test_a_layout_reads_no_unfinished_export(out, tmp_path):

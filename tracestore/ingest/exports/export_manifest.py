@@ -36,8 +36,8 @@ class DataFile:
     ----------
     name : str
         Path below the folder of the export.
-    num_bytes, num_traces : int
-        Its size, and how many traces it holds.
+    num_bytes, crc32c, num_traces : int
+        Its size and CRC-32C, and how many traces it holds.
     provenance : int or None
         Position of the provenance of its traces in STORE_FILE.
     table_begin : int
@@ -46,6 +46,7 @@ class DataFile:
 
     name: str
     num_bytes: int
+    crc32c: int
     num_traces: int
     provenance: int | None
     table_begin: int
@@ -199,6 +200,11 @@ class ExportedFile(NamedTuple):
         """Path of the file."""
         return self.facts.folder / self.file.name
 
+    def check(self) -> None:
+        """Raise InvalidInputError if the content of the file is not that of the export."""
+        if side_file(self.path).crc32c != self.file.crc32c:
+            raise InvalidInputError(_changed(self.file.name))
+
     @property
     def stated(self) -> frozenset[str]:
         """The fields of the scores, the label and the group that a trace of the file has, or else none."""
@@ -232,9 +238,7 @@ def find_export(folder: Path) -> tuple[list[ExportedFile], frozenset[Path]] | No
         path = folder / file.name
         is_same = path.is_file() and path.stat().st_size == file.num_bytes
         if not is_same or (isinstance(file, SideFile) and side_file(path) != file):
-            found = "has changed" if path.is_file() else "is missing"
-            reason = f"{file.name} {found} since the export; restore it, or export the store again"
-            raise InvalidInputError(reason, source=where)
+            raise InvalidInputError(_changed(file.name, is_there=path.is_file()), source=where)
     facts = _facts(folder, manifest)
     names = (EXPORT_FILE, *(file.name for file in listed))
     return [ExportedFile(facts, file) for file in manifest.files], frozenset(folder / name for name in names)
@@ -254,6 +258,12 @@ def _facts(folder: Path, manifest: ExportManifest) -> ExportFacts:
     except (ValueError, TypeError, KeyError) as error:
         reason = f"damaged: {' '.join(str(error).split())[:100]}; export the store again"
         raise InvalidInputError(reason, source=str(path)) from None
+
+
+def _changed(name: str, *, is_there: bool = True) -> str:
+    return (
+        f"{name} {'has changed' if is_there else 'is missing'} since the export; restore it, or export the store again"
+    )
 
 
 def side_file(path: Path) -> SideFile:

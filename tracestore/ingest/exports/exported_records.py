@@ -31,7 +31,7 @@ _PLAIN = ("question_id", "sample", "tokens_decoded", "prompt_length", *schema.TE
 _PER_TOKEN = ("tokens", "tokens_decoded")
 # What is read from a data file; the rest is in the lines.
 _ARRAYS = {"hidden_states", "attentions", "last_token", "edge_ptr", "edge_index", "edge_weight"}
-_ARRAYS |= {"tokens", "question_id", *schema.TOKEN_FIELDS}
+_ARRAYS |= {"tokens", *schema.TOKEN_FIELDS}
 _MAX_LINE_BYTES = 1 << 30
 
 Arrays = Mapping[str, Any]
@@ -48,8 +48,9 @@ def read_exported(
     Raises
     ------
     InvalidInputError
-        If the file and its lines of the table do not belong together, or one of them is damaged.
+        If the file is not that of the export, or it or the table is damaged.
     """
+    exported.check()
     lines, count = _lines(exported), 0
     for arrays in _READERS[exported.facts.manifest.format](exported.path, scratch):
         line = next(lines, None)
@@ -82,7 +83,6 @@ def _lines(exported: ExportedFile) -> Iterator[Line]:
 def _record(
     exported: ExportedFile, arrays: Arrays, line: Line, position: int, source_name: str, need_attention: bool | None
 ) -> TraceRecord:
-    _check_id(exported, arrays, line, position)
     values, hidden = _values(arrays, line), arrays.get("hidden_states")
     last = as_array(arrays.get("last_token", line.get("last_token")))
     optional = {name: values.pop(name) for name in schema.OPTIONAL_FIELDS if name in values}
@@ -115,14 +115,6 @@ def _values(arrays: Arrays, line: Line) -> dict[str, Any]:
     if "hidden_states" not in arrays and "tokens" not in values:
         line["extras"] |= {name: values.pop(name) for name in PER_TOKEN if name in values}
     return values
-
-
-def _check_id(exported: ExportedFile, arrays: Arrays, line: Line, position: int) -> None:
-    """Raise InvalidInputError if the trace of a file is not that of its line."""
-    if exported.facts.manifest.format == "datasets":  # its texts have no lone surrogates
-        return
-    if arrays.get("question_id", line.get("question_id")) != line.get("question_id"):
-        raise InvalidInputError(f"holds another trace than its line of {TABLE_FILE}", position=position)
 
 
 def _set_tokens(record: TraceRecord, given: dict[str, Any]) -> None:
@@ -193,7 +185,7 @@ def _preprocessed(path: Path, scratch: Scratch) -> Iterator[Arrays]:
     """Yield the traces of a .pt file of last tokens or graphs."""
     for record in read_preprocessed(path, scratch, None):
         found = {"hidden_states": record.hidden, "edges": record.edges, "last_token": record.last_token}
-        yield {name: value for name, value in found.items() if value is not None} | {"question_id": record.question_id}
+        yield {name: value for name, value in found.items() if value is not None}
 
 
 _READERS: dict[str, Callable[[Path, Scratch], Iterator[Arrays]]] = {
