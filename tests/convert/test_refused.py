@@ -164,7 +164,9 @@ def test_answers_of_another_file_of_the_same_name_join_no_question(tmp_path):
         write_pickle(tmp_path / folder / "run.pkl", [[{"hs": h} for h in question] for question in states])
         convert(tmp_path / folder, store, "--skip-bad", "--field", "hidden_states = run.pkl : []/[K]/hs -> L S D")
     stored = tracestore.open(store)
-    assert [(trace.question_id, trace.sample) for trace in stored] == [(f"run.pkl:{q}", k) for q in (0, 1) for k in (0, 1)]
+    assert [(trace.question_id, trace.sample) for trace in stored] == [
+        (f"run.pkl:{q}", k) for q in (0, 1) for k in (0, 1)
+    ]
     assert len(read_list(store)) == 1
 
 

@@ -208,7 +208,7 @@ class Resampling:
         count = resampler.num_questions if unit == "question" or has_groups else 0
         self.estimate = float(resampler.estimate()[0])
         is_jackknife = unit == "group" and count < BOOTSTRAP_GROUPS
-        too_few_groups = None if count >= MIN_GROUPS else f"{count} groups, fewer than {MIN_GROUPS}"
+        too_few_groups = None if count >= MIN_GROUPS else f"{count} groups, at least {MIN_GROUPS} are needed"
         self.reason = too_few_groups if is_jackknife else resampler.too_few
         self.values = np.zeros(0)
         if self.reason is None:

@@ -16,6 +16,7 @@ from tracestore.words import plural
 
 # Outside the test split of a fold, one in this many questions is used for validation.
 _VALIDATION_BINS = 6
+_ADVICE = "add traces or change --score-threshold"
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,9 @@ def make_split(store: TraceStore, targets: np.ndarray, seed: int) -> Split:
     """
     labeled, questions, groups = _labeled(store, targets)
     names = assign_splits(questions, groups, targets[labeled].tolist(), seed)
-    return _build_split(labeled, questions, names, targets)
+    count = len({*groups} - {""})
+    advice = f"the {plural(count, 'group')} may be too few for three parts: --folds 3" if count else _ADVICE
+    return _build_split(labeled, questions, names, targets, advice=advice)
 
 
 def make_folds(store: TraceStore, targets: np.ndarray, num_folds: int, seed: int) -> list[Split]:
@@ -199,7 +202,12 @@ def split_from_ids(store: TraceStore, targets: np.ndarray, question_ids: dict[st
 
 
 def _build_split(
-    labeled: np.ndarray, questions: list[str], names: Sequence[str] | np.ndarray, targets: np.ndarray, prefix: str = ""
+    labeled: np.ndarray,
+    questions: list[str],
+    names: Sequence[str] | np.ndarray,
+    targets: np.ndarray,
+    prefix: str = "",
+    advice: str = _ADVICE,
 ) -> Split:
     """Return the split in which trace ``labeled[k]`` belongs to ``names[k]``.
 
@@ -213,9 +221,7 @@ def _build_split(
     counts = class_counts(split, targets)
     if any(0 in pair for pair in counts.values()):
         listing = ", ".join(f"{name}: {p} hallucinated and {n} correct" for name, (p, n) in counts.items())
-        raise TrainingError(
-            f"{prefix}every split needs traces of both classes, found {listing}; add traces or change --score-threshold"
-        )
+        raise TrainingError(f"{prefix}every split needs traces of both classes, found {listing}; {advice}")
     return split
 
 

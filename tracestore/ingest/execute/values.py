@@ -302,7 +302,7 @@ def score_value(value: Any, name: str) -> float:
         number = _RELATIVE.get(text, math.inf)
     if math.isinf(number):
         found = escape_unprintable(str(value).strip(), 40)
-        raise InvalidInputError(f"found {found!r}, expected a finite number", field=name)
+        raise InvalidInputError(f"found {found!r}, expected a finite number, a known word or an empty cell", field=name)
     return number
 
 
