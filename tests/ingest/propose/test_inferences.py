@@ -132,6 +132,23 @@ def test_ids_of_a_table_begin_with_a_word_of_names(tmp_path, prefix):
     assert not any("[id=qid]" in line for one in refuse(tmp_path).candidates for line in one.lines())
 
 
+@pytest.mark.parametrize("is_list", [False, True], ids=["a file for each trace", "a list"])
+def test_rows_of_a_long_table_in_another_order_are_joined_by_id(tmp_path, is_list):
+    """Of both, only some are looked at; they have no id in common."""
+    found = [row | {"uid": f"geo/{k}"} for k, row in enumerate(rows(40))]
+    for row in found:
+        del row["id"]
+    if is_list:
+        dump(tmp_path / "in/run.pkl", found)
+    for k, row in enumerate(() if is_list else found):
+        dump(tmp_path / f"in/ex_{k}.pkl", row)
+    order = [*range(12, 34), *range(12), *range(34, 40)]
+    table(tmp_path / "in/labels.csv", [{"uid": f"geo/{k}", "is_correct": k % 2} for k in order])
+    assert {name: trace.score for (name, _), trace in accept(tmp_path).items()} == {
+        f"geo/{k}": k % 2 for k in range(40)
+    }
+
+
 def test_ids_of_a_table_without_what_stands_in_front_of_names(tmp_path):
     for k in (1, 2):
         save(tmp_path / f"in/webq-test-{k}.npy", states(2, 4 + k, 8, seed=k))

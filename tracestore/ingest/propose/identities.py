@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
-from tracestore.ingest.propose.looking import texts_of
+from tracestore.ingest.propose.looking import MAX_ITEMS, texts_of
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import SAMPLE, front_of, named, unknown_words, words_of, words_of_answers
 from tracestore.store.vocabulary import COUNTED, SAYING
@@ -40,6 +40,8 @@ class Identity:
         Why the ids are not proved.
     ids : frozenset of str
         The ids that were seen.
+    has_all_ids : bool
+        Whether these are the ids of all traces.
     """
 
     mode: str
@@ -48,6 +50,7 @@ class Identity:
     id_leaf: Leaf | None = None
     doubts: list[str] = field(default_factory=list)
     ids: frozenset[str] = frozenset()
+    has_all_ids: bool = True
 
 
 class Places:
@@ -81,7 +84,8 @@ class Places:
             return
         if (own := self._own_id(states)) is not None:
             doubts, ids = [*identity.doubts, *self._doubts_of_key(own)], frozenset(texts_of(own.scalars))
-            yield Identity("ids", identity.items, identity.names, own, doubts, ids)
+            has_all = len(own.spots) == len(self.observation.files[own.files])
+            yield Identity("ids", identity.items, identity.names, own, doubts, ids, has_all)
             return
         for main in reversed(outer):
             yield self._by_name(identity, names, main)
@@ -110,7 +114,7 @@ class Places:
             identity.items[states.files, prefix] = text
         if at is not None:
             leaf = rows[at]["question_id"].leaf
-            identity.ids = frozenset(texts_of(leaf.scalars))
+            identity.ids, identity.has_all_ids = frozenset(texts_of(leaf.scalars)), len(leaf.spots) < MAX_ITEMS
             identity.doubts += [*self._doubts_of_key(leaf), *self._other_ids(leaf, records[at])]
         return at is not None
 
@@ -354,7 +358,8 @@ class Places:
         if key is None:
             return self._numbered_rows(place, identity) if files != states.files else None
         values = frozenset(texts_of(key.leaf.scalars))
-        if identity.ids and not values & identity.ids and len(identity.ids) <= len(values):
+        is_whole = identity.has_all_ids or len(key.leaf.spots) < MAX_ITEMS
+        if is_whole and identity.ids and not values & identity.ids and len(identity.ids) <= len(values):
             return None
         identity.doubts += [d for d in self._other_ids(key.leaf, prefix) if d not in identity.doubts]
         return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
