@@ -186,6 +186,8 @@ def _found_parts(
     """
     owned, lines, has_scores_file = (*found.scores, *found.unread), _lines(options, found), bool(found.scores)
     settings = {"S.padding": "none"} if options.padding == "none" else {}
+    given = layout_of_options(options.layout, options.field)  # of nothing but `ignore`
+    ignored = [] if given is None else given.to_entries()["ignore"]
     parts: list[Part] = []
     messages: list[str] = []
 
@@ -205,7 +207,7 @@ def _found_parts(
         if proposal.layout is None and len(all_files()) > len(files):
             proposal = propose(all_files(), settings)
             if proposal.layout is not None and not lines:
-                messages[:] = [proposal.message()]
+                messages[:] = [proposal.message(ignored=ignored)]
                 if len(groups) > 1:
                     raise _AllProveError(proposal.layout)
                 return InvalidInputError(
@@ -213,7 +215,7 @@ def _found_parts(
                 )
         elif not all_files():
             alone = f"; the lines are for {next(iter(files.values()))} and the like: convert them alone"
-        messages.append(proposal.message())
+        messages.append(proposal.message(ignored=ignored))
         if proposal.layout is not None and not lines:
             return proposal.layout
         if proposal.layout is not None:

@@ -413,11 +413,14 @@ averaged: mean, avg, average, averaged, attentions
 generated: generated, generation, gen, new, answer, response, completion
 generated ids: output, outputs, sequence, sequences, next, predicted, sampled, target, targets, shifted, continuation
 vague labels: label, labels, y, target, targets, score, scores
+maps of labels: map, mapping, name, names, id, meaning, meanings, class, classes
 detectors: p, prob, proba, probability, selfcheck, detector, predicted, logit, entropy
 choices: choices, options, option, prediction, predictions, gold, pred, choice
 claims: correct, hallucinated, hallucination, truthful, factual, faithful, hallu, hallucinates, wrong, incorrect, right,
   flag, label
 references: gold, golden, reference, references, ground, truth, possible, correct, incorrect, acceptable, expected
+texts of models: generated, generation, model, prediction, predicted, response, completion
+texts of data sets: answer, right_answer, best_answer
 vague texts: text, content, output, outputs, input, inputs
 parts of a text: sent, sents, sentence, sentences, step, steps, claim, claims, chunk, chunks, sample, samples, gen, gens, k
 several: samples, sampled, beams, beam, generations, candidates, responses, answers, seeds, seed, heads, head, models,

@@ -2,6 +2,7 @@
 
 import json
 
+import h5py
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -35,6 +36,50 @@ def test_an_answer_next_to_other_ones_is_asked(tmp_path, key):
     """Next to its aliases, or to what was generated, `answer` is that of the data set."""
     text = "No." if key in ("best_generation", "possible_completion") else ["No.", "Yes."]
     dump(tmp_path / "in/a.pkl", [row | {"answer": "It is.", key: text} for row in rows()])
+    refuse(tmp_path, "another text may be meant")
+
+
+@pytest.mark.parametrize("key", ["generation", "generated", "model_answer", "prediction", "predicted_answer"])
+@pytest.mark.parametrize("other", ["answer", "right_answer", "best_answer"])
+def test_a_text_of_the_model_next_to_one_of_the_data_set(tmp_path, key, other):
+    """[HaluEval and TruthfulQA with what a model generated]"""
+    dump(tmp_path / "in/a.pkl", [row | {other: "No.", key: f"It is {k}."} for k, row in enumerate(rows())])
+    assert [trace.answer for trace in accept(tmp_path).values()] == ["It is 0.", "It is 1.", "It is 2."]
+
+
+@pytest.mark.parametrize("words", [["correct", "hallucinated", "correct"], ["yes", "no", "no"]])
+def test_a_prediction_of_a_detector_is_no_answer(tmp_path, words):
+    texts = {"answer": ["It is one.", "It is two.", "It is three."], "prediction": words}
+    dump(tmp_path / "in/a.pkl", rows(**texts))
+    refuse(tmp_path, "another text may be meant")
+
+
+@pytest.mark.parametrize("key", ["response", "completion"])
+@pytest.mark.parametrize("other", ["right_answer", "best_answer", "answer"])
+def test_a_response_next_to_an_answer_is_asked(tmp_path, key, other):
+    """Dolly names the answer of the data set `response`; next to one that is the right one, it is the model's."""
+    dump(tmp_path / "in/a.pkl", [row | {other: "No.", key: f"It is {k}."} for k, row in enumerate(rows())])
+    if other == "answer":
+        refuse(tmp_path, "another text may be meant")
+    else:
+        assert accept(tmp_path)["q2", 0].answer == "It is 2."
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("left_answer", "right_answer"),
+        ("best_answer", "right_answer"),
+        ("answer", "right_answer"),
+        ("generation", "response", "right_answer"),
+        ("model_answer", "student_answer"),
+        ("best_generation", "best_answer"),
+        ("model_output", "answer"),
+    ],
+)
+def test_texts_of_which_none_or_several_may_be_the_models_are_asked(tmp_path, keys):
+    texts = {key: f"It is {n}." for n, key in enumerate(keys)}
+    dump(tmp_path / "in/a.pkl", [row | texts for row in rows()])
     refuse(tmp_path, "another text may be meant")
 
 
@@ -339,6 +384,45 @@ def test_a_word_next_to_words_of_both_sides_is_no_label(tmp_path):
     assert "no known word" not in refuse(tmp_path).message()
 
 
+@pytest.mark.parametrize("container", ["pkl", "csv"])
+@pytest.mark.parametrize("name", ["label", "is_correct"])
+def test_a_number_below_zero_next_to_0_and_1_may_mean_no_label_rule_22a(tmp_path, container, name):
+    labels = {name: [0, -1, 1, 1]}
+    dump(tmp_path / "in/a.pkl", rows(4, **(labels if container == "pkl" else {})))
+    if container == "csv":
+        table(tmp_path / "in/t.csv", [{"id": f"q{k}", name: label} for k, label in enumerate(labels[name])])
+    found = refuse(
+        tmp_path, f"{'t.csv : []' if container == 'csv' else 'a.pkl : []'}/{name}: may be what a detector says"
+    ).candidates
+    assert [one.layout.settings["words.-1"] for one in found] == ["missing"] * (2 if name == "label" else 1)
+    traces = convert(tmp_path, found[0].layout.to_entries())
+    np.testing.assert_equal([traces[f"q{k}", 0].score for k in range(4)], [0, np.nan, 1, 1])
+
+
+@pytest.mark.parametrize("labels", [[-1, 1, 1], [0, -1, 0], [0, 1, 2], [-1, -2, 0]])
+def test_other_numbers_of_labels_are_not_left_out_rule_22a(tmp_path, labels):
+    """[-1 as the opposite of 1]"""
+    dump(tmp_path / "in/a.pkl", rows(is_correct=labels))
+    assert not refuse(tmp_path).candidates
+
+
+@pytest.mark.parametrize(("name", "words"), [("grade", ("pass", "fail")), ("hallucination_label", ("bad", "good"))])
+def test_two_words_without_a_meaning_are_asked_rule_22(tmp_path, name, words):
+    dump(tmp_path / "in/a.pkl", rows(**{name: [words[0], words[1], words[1]]}))
+    found = refuse(tmp_path, f"{' and '.join(sorted(words))}: no known word").candidates
+    scores = []
+    for one in found:
+        tracestore.convert_files(tmp_path / "in", tmp_path / f"{len(scores)}.zarr", layout=one.layout.to_entries())
+        with tracestore.open(tmp_path / f"{len(scores)}.zarr") as store:
+            scores.append([int(label) for label in store.targets()])
+    assert sorted(scores) == [[0, 1, 1], [1, 0, 0]]
+
+
+def test_three_words_without_a_meaning_have_no_candidate_rule_22(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(grade=["high", "low", "none of both"]))
+    assert not refuse(tmp_path).candidates
+
+
 def test_scales_of_quantized_states_are_no_states(tmp_path):
     for k in range(3):
         path = tmp_path / f"in/q{k}.npz"
@@ -515,3 +599,116 @@ def test_an_answer_that_asks_is_no_question(tmp_path, name):
 def test_folders_of_numbers_may_be_parts(tmp_path):
     _classes(tmp_path, ("halluc_0", "halluc_1"))
     refuse(tmp_path, "in the names: no word gives their meaning")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "scores"),
+    [
+        ("info.json", "1 = correct, 0 = hallucinated", [0, 1, 1]),
+        ("meta.json", "0: truthful; 1: hallucinated", [1, 0, 0]),
+        ("meta.json", "1 = not correct, 0 = correct", None),
+        ("meta.json", "0 = wrong, 1 = correct, 1 = hallucinated", None),
+        ("meta.json", "see README", None),
+    ],
+)
+def test_a_text_states_what_labels_mean_rule_22(tmp_path, name, text, scores):
+    settings_with_maps(tmp_path, {"labels": text}, name)
+    if scores is None:
+        assert len(refuse(tmp_path).candidates) == 2
+        return
+    accept(tmp_path)
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert [1 - label for label in store.targets()] == scores
+
+
+def settings_with_maps(tmp_path, maps, name="config.json", labels=(0, 1, 1)):
+    """Write a file of each trace with a label, and a file of settings with maps."""
+    for k, row in enumerate(rows()):
+        dump(tmp_path / f"in/traces/trace_{k}.pkl", {**row, "label": labels[k]})
+    table(tmp_path / "in" / name, {"model": "gpt2", "n": 3, **maps})
+
+
+@pytest.mark.parametrize("key", ["label_map", "label_names", "labelMapping"])
+@pytest.mark.parametrize(
+    ("words", "scores"), [(("hallucinated", "correct"), [0, 1, 1]), (("right", "wrong"), [1, 0, 0])]
+)
+def test_settings_state_what_labels_mean_rule_22(tmp_path, key, words, scores):
+    settings_with_maps(tmp_path, {key: {"0": words[0], "1": words[1]}})
+    accept(tmp_path)
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert [1 - label for label in store.targets()] == scores
+
+
+@pytest.mark.parametrize(
+    "maps",
+    [
+        {"label_map": {"0": "LABEL_0", "1": "LABEL_1"}},
+        {"label_map": {"0": "wrong", "1": "hallucinated"}},
+        {"label_map": {"0": "no", "1": "yes"}},
+        {"label_map": {"0": "wrong", "1": "correct"}, "label_names": {"0": "correct", "1": "wrong"}},
+    ],
+    ids=str,
+)
+def test_maps_of_settings_that_do_not_state_what_labels_mean_rule_22(tmp_path, maps):
+    settings_with_maps(tmp_path, maps)
+    names = [name for one in refuse(tmp_path).candidates for name in one.layout.directions()]
+    assert sorted(names) == ["is_correct", "is_hallucinated"]
+
+
+@pytest.mark.parametrize(
+    ("words", "scores"), [(("hallucinated", "correct"), [0, 1, 1]), (("right", "wrong"), [1, 0, 0])]
+)
+@pytest.mark.parametrize("is_attribute", [True, False])
+def test_two_names_of_labels_state_what_they_mean_rule_22(tmp_path, words, scores, is_attribute):
+    (tmp_path / "in").mkdir()
+    with h5py.File(tmp_path / "in/a.h5", "w") as file:
+        for k, row in enumerate(rows()):
+            group = file.create_group(row["id"])
+            group.update({"hidden_states": np.stack(row["hs"]), "input_ids": row["input_ids"]})
+            group.attrs["label"] = min(k, 1)
+        if is_attribute:
+            file.attrs["label_names"] = list(words)
+        else:
+            file["label_names"] = list(words)
+    if not is_attribute:  # it may be of two traces
+        refuse(tmp_path)
+        return
+    accept(tmp_path)
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert [1 - label for label in store.targets()] == scores
+
+
+@pytest.mark.parametrize(("name", "key"), [("labels.json", "label_map"), ("config.json", "label")])
+def test_a_table_of_labels_by_the_numbers_of_traces_is_no_map(tmp_path, name, key):
+    settings_with_maps(tmp_path, {key: {"0": "wrong", "1": "correct"}}, name)
+    for candidate in refuse(tmp_path).candidates:
+        assert candidate.left_out
+
+
+def records_next_to(tmp_path, *others):
+    """Write states by id, their questions and labels in one file of records, and other JSON files."""
+    for row in rows():
+        dump(tmp_path / f"in/features/{row['id']}.pkl", {"hidden_states": row["hs"], "input_ids": row["input_ids"]})
+    found = {f"q{k}": {"question": f"What is {k}?", "is_correct": k != 1} for k in range(3)}
+    table(tmp_path / "in/annotations.json", found)
+    for other in others:
+        table(tmp_path / f"in/{other}.json", {"model": "gpt2", "num_layers": 1})
+
+
+@pytest.mark.parametrize("others", [["config"], ["config", "metadata"], ["Args", "info", "params"]])
+def test_settings_next_to_records_are_no_trace(tmp_path, others):
+    records_next_to(tmp_path, *others)
+    traces = accept(tmp_path)
+    assert [traces[f"q{k}", 0].score for k in range(3)] == [1, 0, 1]
+    assert traces["q2", 0].question == "What is 2?"
+
+
+def test_traces_whose_ids_are_words_of_settings(tmp_path):
+    for k, name in enumerate(("config", "manifest", "apple")):
+        dump(tmp_path / f"in/{name}.pkl", {"hidden_states": states(2, 4 + k, 8), "input_ids": np.arange(4 + k)})
+        table(tmp_path / f"in/{name}.json", {"question": f"What is {name}?", "is_correct": k % 2})
+    assert {name: trace.score for (name, _), trace in accept(tmp_path).items()} == {
+        "config": 0,
+        "manifest": 1,
+        "apple": 0,
+    }

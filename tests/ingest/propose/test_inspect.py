@@ -42,6 +42,22 @@ def test_lines_of_a_candidate_are_pasted(tmp_path):
         assert store.named_scores("is_correct").tolist() == [0, 1, 1]
 
 
+@pytest.mark.parametrize("way", ["field", "layout"])
+def test_lines_of_a_candidate_leave_out_what_was_left_out(tmp_path, way):
+    dump(tmp_path / "in/a.pkl", rows(label=[0, 1, 1]))
+    (tmp_path / "in/config.json").write_text('{"labels": ["a", "b"]}')
+    (tmp_path / "l.toml").write_text('ignore = ["config.json"]')
+    given = ["--field", "ignore = config.json"] if way == "field" else ["--layout", tmp_path / "l.toml"]
+
+    text = command("convert", tmp_path / "in", tmp_path / "s.zarr", *given, check=3).stdout
+    first = text.partition("\n1. ")[2].partition("\n2. ")[0]
+    flags = [word for line in first.splitlines() if line.strip().startswith("--field") for word in shlex.split(line)]
+
+    for number, also in enumerate(([], given)):
+        command("convert", tmp_path / "in", tmp_path / f"{number}.zarr", *flags, *also, check=0)
+        assert len(tracestore.open(tmp_path / f"{number}.zarr")) == 3
+
+
 def test_candidates_are_written_as_comments(tmp_path):
     dump(tmp_path / "in/a.pkl", rows(label=[0, 1, 1]))
 

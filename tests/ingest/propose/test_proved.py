@@ -8,7 +8,7 @@ import pytest
 import tracestore
 from tests.helpers import make_optional
 from tests.ingest.execute.folders import dump, save, states, table
-from tests.ingest.propose.folders import accept
+from tests.ingest.propose.folders import accept, refuse
 from tests.ingest.propose.test_traps import attention, rows
 from tracestore.store.format.schema import PER_TOKEN_FIELDS
 
@@ -149,6 +149,36 @@ def test_heads_are_averaged_where_there_is_one_attention_per_layer(tmp_path):
         },
     )
     assert accept(tmp_path)["q2", 0].hidden_states.shape == (3, 6, 8)
+
+
+def heads_and_layers(order, *, batch=False):
+    """Return records of three layers with attention of three heads, whose values tell heads from layers."""
+    found = []
+    for k, size in enumerate((4, 6, 5)):
+        weights = np.tril(np.exp(states(3, 3, size, size, seed=k)))  # layer, head, row, column
+        weights = (weights / weights.sum(-1, keepdims=True)).transpose(order)
+        hs, weights = (values[:, None] if batch else values for values in (states(3, size, 8, seed=k), weights))
+        found.append({"id": f"q{k}", "hidden_states": list(hs), "attentions": list(weights)})
+    return found
+
+
+def test_attention_of_as_many_heads_as_layers_in_batches_of_one_rule_19(tmp_path):
+    """The batch axis of a forward pass lies between layers and heads."""
+    found = heads_and_layers((0, 1, 2, 3), batch=True)
+    dump(tmp_path / "in/a.pkl", found)
+    weights = np.stack(found[1]["attentions"])[:, 0]
+    np.testing.assert_allclose(accept(tmp_path)["q1", 0].attention, weights.mean(1), atol=2e-3)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3)])
+@pytest.mark.parametrize("form", ["no batch", "batch in front", "batch behind"])
+def test_attention_of_as_many_heads_as_layers_without_a_batch_between_them_rule_19(tmp_path, order, form):
+    at = {"batch in front": 0, "batch behind": 2}
+    found = heads_and_layers(order)
+    for row in found if form in at else ():
+        row["attentions"] = np.expand_dims(np.stack(row["attentions"]), at[form])
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
 
 
 def _made(tmp_path):

@@ -225,6 +225,37 @@ def test_two_columns_of_the_same_files_are_one_candidate(tmp_path):
     check_traces(accept(tmp_path))
 
 
+def write_numbered(folder, files=(0, 1, 2, 3), numbers=(0, 1, 2, 3)):
+    """Write a file per number, and a table with the names of the files and numbers of its rows."""
+    for k in range(4):
+        (folder / "npz").mkdir(parents=True, exist_ok=True)
+        np.savez(folder / f"npz/{k:05d}.npz", hidden_states=states(2, 4 + k, 8, seed=k), input_ids=np.arange(4 + k))
+    found = [
+        {"file": f"{file:05d}.npz", "idx": number, "question": f"What is {file}?", "is_correct": file % 2}
+        for file, number in zip(files, numbers, strict=True)
+    ]
+    table(folder / "t.csv", found)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)])
+def test_a_column_of_files_and_their_numbers_are_one_candidate(tmp_path, order):
+    write_numbered(tmp_path / "in", order, order)
+    traces = accept(tmp_path)
+    assert [traces[str(k), 0].question for k in range(4)] == [f"What is {k}?" for k in range(4)]
+    assert [traces[str(k), 0].num_tokens for k in range(4)] == [4, 5, 6, 7]
+
+
+def test_a_column_of_files_and_numbers_of_others_are_two_candidates(tmp_path):
+    write_numbered(tmp_path / "in", (2, 0, 3, 1), (0, 1, 2, 3))
+    assert len(refuse(tmp_path).candidates) == 2
+
+
+def test_ways_to_join_more_traces_than_were_read_are_two_candidates(tmp_path, monkeypatch):
+    monkeypatch.setattr("tracestore.ingest.propose.trials._MAX_TRACES", 3)
+    write_numbered(tmp_path / "in")
+    assert len(refuse(tmp_path).candidates) == 2
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -350,6 +350,40 @@ def test_length_of_a_padded_prompt_rule_16(tmp_path):
     refuse(tmp_path)
 
 
+def padded_prompts(tmp_path, form, left, prompts):
+    """Write a stack of four traces of 6, 4, 6 and 5 tokens, padded at one side, and the lengths of their prompts."""
+    sizes = np.array([6, 4, 6, 5])
+    mask = (np.arange(6) < sizes[:, None]).astype("i8")
+    mask = mask[:, ::-1] if left else mask
+    np.savez(
+        _in(tmp_path) / "a.npz",
+        hidden_states=states(4, 3, 6, 9) * mask[:, None, :, None],
+        layers=np.array([1, 2, 3]),
+        input_ids=np.arange(1, 25).reshape(4, 6) * mask,
+        ids=np.array(["a", "b", "c", "d"]),
+        prompt_length=np.array(prompts),
+        **({"attention_mask": mask} if form == "mask" else {"lengths": sizes}),
+    )
+
+
+@pytest.mark.parametrize("form", ["mask", "lengths"])
+@pytest.mark.parametrize("prompts", [[2, 3, 4, 2], [3, 3, 4, 3], [3, 2, 2, 2]])
+def test_a_prompt_length_counts_no_padding_behind_the_tokens_rule_16(tmp_path, form, prompts):
+    padded_prompts(tmp_path, form, False, prompts)
+    assert [trace.prompt_length for trace in accept(tmp_path).values()] == prompts
+
+
+@pytest.mark.parametrize("form", ["mask", "lengths"])
+@pytest.mark.parametrize(
+    ("left", "prompts"),
+    [(True, [2, 3, 4, 2]), (True, [4, 4, 4, 4]), (False, [3, 3, 3, 3]), (False, [2, 2, 3, 3]), (False, [3, 3, 3, 2])],
+)
+def test_a_prompt_length_may_count_padding_of_its_batch_rule_16(tmp_path, form, left, prompts):
+    """[padding in front of the tokens; the columns of batches of prompts, whose answers were padded again]"""
+    padded_prompts(tmp_path, form, left, prompts)
+    refuse(tmp_path, "" if left else "prompt_length: it may count padding")
+
+
 def test_weights_of_a_model_are_no_states_rule_18(tmp_path):
     for k in range(3):
         save(tmp_path / f"in/q{k}_layer0_weight.npy", states(4 + k, 8, seed=k))

@@ -6,13 +6,14 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tracestore.errors import escape_unprintable
 from tracestore.ingest.execute.arrays import IS_MASKED
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.propose.drafts import Draft
-from tracestore.ingest.propose.proofs import NUMBER_OF_TRACES, OF_TEXT, PADDING, PASSES, PROOFS_OF_S
-from tracestore.ingest.propose.trials import Outcome, is_padded_by
+from tracestore.ingest.propose.proofs import NUMBER_OF_TRACES, OF_TEXT, PADDED_PROMPTS, PADDING, PASSES, PROOFS_OF_S
+from tracestore.ingest.propose.trials import Outcome, counts_no_padding, is_padded_by
 from tracestore.store.format.labels import CORRECT
 from tracestore.words import plural
 
@@ -52,8 +53,7 @@ class Candidate:
         """Yield the `--field` lines of the layout."""
         for name, value in self.layout.to_entries().items():
             for one in value if name in ("records", "ignore") else [value]:
-                text = one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
-                yield f"--field {shlex.quote(escape_unprintable(f'{name} = {text}'))}"
+                yield field_line(name, one)
 
     def gives(self) -> str:
         """Return what the layout gives in a line."""
@@ -80,6 +80,12 @@ class Candidate:
         found += self.outcome.joins
         found += [f"not proved: {text}" for text in self.unproved]
         return found + [f"left out: {text}" for text in [*self.left_out, *self.draft.reasons][:_MAX_SHOWN]]
+
+
+def field_line(name: str, value: Any) -> str:
+    """Return the `--field` line of an entry."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"--field {shlex.quote(escape_unprintable(f'{name} = {text}'))}"
 
 
 def _not_shown(layout: Layout, draft: Draft, outcome: Outcome) -> list[str]:
@@ -117,6 +123,8 @@ def chosen(found: list[Candidate], refused: Refused, files: Mapping[str, Path]) 
     """
     left = _without_refuted(_without_copies(found), files)
     for candidate in left:
+        if PADDED_PROMPTS in candidate.unproved and counts_no_padding(candidate.layout, candidate.outcome, files):
+            candidate.unproved.remove(PADDED_PROMPTS)
         reasons = refused.get(in_any_order(candidate.draft), ())
         meant = [text for cost, text in reasons if _may_be_meant(text, cost, candidate)]
         if meant:
@@ -130,12 +138,15 @@ def in_any_order(draft: Draft) -> str:
 
 
 def _without_copies(found: list[Candidate]) -> list[Candidate]:
-    """Return one of candidates that give equal values: with N or 1 for an axis of one, with files in order or by name."""
+    """Return one of candidates that give all traces the same ids and values, by one order of the axes: N or 1 is one.
+
+    Files in order or by name, and tables joined by one column or another, say the same there.
+    """
     best: dict[tuple[str, bytes], Candidate] = {}
     for number, candidate in enumerate(found):
-        entries = candidate.draft.entries
-        text = str({k: _AXES.sub(lambda axes: axes[0].replace("N", "1"), str(v)) for k, v in entries.items()})
-        text = text.replace("{chunk}", "{n}") if "question_id" in entries else text
+        entries = {k: v for k, v in candidate.draft.entries.items() if k != "ignore"}
+        own = {k: _AXES.findall(v) if isinstance(v, str) else v for k, v in entries.items()}
+        text = str({k: v for k, v in own.items() if v != []}).replace("N", "1")
         digest = str(number).encode() if candidate.outcome.is_partial else candidate.outcome.digest
         rivals = best.get((text, digest), candidate), candidate
         best[text, digest] = min(rivals, key=lambda one: len(one.unproved) + len(one.left_out))

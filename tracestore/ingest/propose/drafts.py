@@ -13,7 +13,7 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation, rows_next_to
 from tracestore.ingest.propose.looking import texts_of
-from tracestore.ingest.propose.meanings import MODULE, STATES, Meaning, ask_label, is_of_bits, may_be_label, meaning_of
+from tracestore.ingest.propose.meanings import MODULE, STATES, Meaning, find_labels, is_of_bits, meaning_of, opposites
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame, extents_of, fitting, states_axes, unusual
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Case, Line, left_over
@@ -86,10 +86,7 @@ class Drafter:
             siblings.setdefault((leaf.files, leaf.path[:-1]), set()).update(words_of(leaf.key))
         self.meanings = [meaning_of(leaf, frozenset(siblings[leaf.files, leaf.path[:-1]])) for leaf in leaves]
         self._name_ranges()
-        # The only column of 0 and 1 may be a label if no other key is named as one: its meaning is asked.
-        unnamed = [m for m in self.meanings if not m.field and not m.reason and may_be_label(m.leaf)]
-        if len(unnamed) == 1 and not any(m.verdicts for m in self.meanings):
-            ask_label(unnamed[0])
+        find_labels(self.meanings)
         self._extents = {m.leaf.place: extents_of(m, self.meanings) for m in self.meanings}
         self.places = Places(observation, self.meanings)
 
@@ -327,15 +324,14 @@ def _in_parts(draft: Draft) -> Draft | None:
 
 
 def _with_opposites(draft: Draft, used: Sequence[Meaning]) -> Iterator[Draft]:
-    """Yield a draft, also with the only other word next to words of one side as their opposite."""
-    yield draft
-    for meaning in used:
-        sides = {score_of_word(str(value), CORRECT) for value in meaning.leaf.scalars} - {None}  # of the known words
-        if len(meaning.missing) == len(sides) == 1:
-            (word,) = meaning.missing
-            words = {f"words.{word}": (0.0 in sides) == ("correct" in meaning.verdicts[0])}
-            doubts = [*draft.unproved, f"{word}: no known word, read as the opposite of the others"]
-            yield replace(draft, entries=draft.entries | words, unproved=doubts)
+    """Yield a draft as it is, and with what words mean that are not known; two without a known one need a meaning."""
+    found = [words for meaning in used for words in opposites(meaning)]
+    if all(len(words) == 1 for words in found):
+        yield draft
+    for words in found:
+        doubt = f"{' and '.join(words)}: no known word, read as the opposite of the other{'s' * (len(words) == 1)}"
+        lines = {f"words.{word}": is_one for word, is_one in words.items()}
+        yield replace(draft, entries=draft.entries | lines, unproved=[*draft.unproved, doubt])
 
 
 def _with_classes(draft: Draft, address: str, classes: Sequence[str]) -> Iterator[Draft]:

@@ -15,7 +15,7 @@ from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.propose.looking import MAX_ITEMS, Seen, look, texts_of
 from tracestore.ingest.propose.names import Family, escape, families, is_integer, without_names, words_of
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.store.vocabulary import COUNTED, is_question_id
+from tracestore.store.vocabulary import COUNTED, SAYING, is_question_id
 
 ITEMS = "[]"
 # The doubt of keys that are numbers, below a name that says no layers.
@@ -158,7 +158,7 @@ class Observation:
 def observe(files: Mapping[str, Path]) -> Observation:
     """Return what the files hold: the first and last files of each pattern are opened."""
     found = Observation()
-    for family in families(files, is_path=True):
+    for family in _families_of_files(files):
         seen = _opened(found, family, files)
         ranks = {len(one.dims) for one in seen.values() if one.kind in "fib"}
         # X.npy and y.npy are no ids: the states of traces have as many axes.
@@ -169,6 +169,17 @@ def observe(files: Mapping[str, Path]) -> Observation:
             contexts = [({"F": n, **_texts(one.members[n])}, seen[n]) for n in one.members if n in seen]
             _walk(found, one.pattern, (), contexts)
     return found
+
+
+def _families_of_files(files: Iterable[str]) -> Iterator[Family]:
+    """Yield the names of files as patterns; config.json is no id next to answers.json, except beside config.npy."""
+    stems = {name: name.lower().rpartition("/")[2].partition(".")[::2] for name in files}
+    settings = SAYING["settings"] - {stem for stem, suffix in stems.values() if suffix != "json"}
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, (stem, _) in stems.items():
+        groups[stem if stem in settings else ""].append(name)
+    for names in groups.values():
+        yield from families(names, is_path=True)
 
 
 def _opened(found: Observation, family: Family, files: Mapping[str, Path]) -> dict[str, Seen]:

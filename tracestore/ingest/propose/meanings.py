@@ -1,6 +1,7 @@
 """Fields of leaves: what the words of their names say, never their axes, and what 0 and 1 of a label mean (rule 22)."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ _AGAINST = {
     "attentions": "no attention",
     **dict.fromkeys(("generated_answer", "generated_answer_clean", "generated_text"), "references"),
 }
+OF_LABELS = "the meaning of labels"
+_STATED = re.compile(r"\b([01]) ?[=:] ?([^\W\d_]+)")  # 1 = correct
 _NEEDLESS = [tuple(name.split()) for name in NEEDLESS]
 MODULE = ("self", "attn")  # of attention, whose output or weights an array may be
 _PARTS = frozenset(("mlp", "q", "k", "v", "o", "qkv", "proj", "ln", "norm"))  # of the module, whose weights are others
@@ -243,6 +246,7 @@ def _verdicts(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> tup
         is_label = _is_claim(name.split("_")) or (direction is None and not _is_score(leaf, words, name))
         is_plain = all(str(value).casefold() in ("true", "false") for value in leaf.scalars)
         is_doubtful |= name == "correct" and not is_plain and bool(siblings & SAYING["choices"])
+        is_doubtful |= bool(_unknown_words(leaf))
     ways = [direction] if direction else sorted(_FIELDS, reverse="hallu" in name)
     name = name.removesuffix("_score") if direction else name.removesuffix("s")
     fields = (_FIELDS[way] for way in ways)
@@ -265,11 +269,50 @@ def _of_words(values: Sequence[Any], direction: str | None) -> tuple[str | None,
     """Return the meaning of a column of words, and whether it is doubtful: some mean the same under every field."""
     follows, others = _words_of_judges(values)
     if not follows:
-        return (None, True) if others else (direction, False)
+        # Of two words without a meaning, both are asked.
+        return (direction or (CORRECT if len(others) == 2 else None), bool(others))
     return (CORRECT if follows == {False} else direction), bool(others)
 
 
-def ask_label(found: Meaning) -> None:
+def find_labels(meanings: Sequence[Meaning]) -> None:
+    """Give `label` the meaning that a map states; without a key named as a label, ask what the only leaf of 0 and 1 means."""
+    _read_maps(meanings)
+    unnamed = [m for m in meanings if not m.field and not m.reason and may_be_label(m.leaf)]
+    if len(unnamed) == 1 and not any(m.verdicts for m in meanings):
+        _ask_label(unnamed[0])
+
+
+def _read_maps(meanings: Sequence[Meaning]) -> None:
+    """Take settings such as {"label_map": {"0": "wrong", "1": "correct"}} for what `label` means, never for traces."""
+    stated: set[str] = set()
+    for meaning in meanings:
+        pairs = _pairs(meaning.leaf)
+        values = {number: score_of_word(text, None) for number, text in pairs}
+        if values.keys() == {"0", "1"} and len(pairs) == 2:
+            stated |= {label for label, one in zip(LABELS, (1, 0), strict=True) if values == {"0": 1 - one, "1": one}}
+            meaning.field, meaning.verdicts, meaning.is_doubtful = "", (), False
+            meaning.reason = OF_LABELS
+    for meaning in meanings if len(stated) == 1 else ():
+        if len(meaning.verdicts) == 2 and meaning.leaf.number_kind in "ib" and meaning.leaf.key in ("label", "labels"):
+            meaning.verdicts = (*stated,)
+
+
+def _pairs(leaf: Leaf) -> list[tuple[str, str]]:
+    """Return the numbers of labels and what they mean: by the keys of a map, the order of two names, or in a text."""
+    words = {*words_of(leaf.key)}
+    if leaf.kind != "s" or words.isdisjoint(("label", "labels")) or leaf.items_at:
+        return []
+    is_of_settings = leaf.path[-1:] == (f"@{leaf.key}",) or not SAYING["settings"].isdisjoint(words_of(leaf.files))
+    is_map = is_of_settings and not SAYING["maps of labels"].isdisjoint(words)
+    if leaf.bound or leaf.rank:
+        numbers = (
+            [str(spot.where.get("id")) for spot in leaf.spots] if leaf.bound == {"id"} else "01" * (not leaf.bound)
+        )
+        return list(zip(numbers, map(str, leaf.scalars), strict=False)) if is_map and len(leaf.scalars) == 2 else []
+    return _STATED.findall(str(leaf.spots[0].value))
+
+
+def _ask_label(found: Meaning) -> None:
     """Make a leaf of any name a label whose meaning is asked; words that mean the same under every field say it."""
     is_of_words = found.leaf.number_kind == "s" and _of_words(found.leaf.scalars, None)[0] == CORRECT
     found.field, found.is_doubtful = "verdict", True
@@ -277,9 +320,23 @@ def ask_label(found: Meaning) -> None:
 
 
 def _unknown_words(leaf: Leaf) -> tuple[str, ...]:
-    """Return up to two words next to words of judges in a column of texts."""
-    known, others = _words_of_judges(leaf.scalars) if leaf.number_kind == "s" else (set(), ())
+    """Return up to two words next to words of judges in a column of texts, or numbers below zero next to 0 and 1."""
+    numbers = {*map(str, leaf.scalars)} if leaf.number_kind == "i" else set()
+    below = tuple(sorted(number for number in numbers if number.startswith("-")))
+    known, others = (
+        _words_of_judges(leaf.scalars) if leaf.number_kind == "s" else (numbers == {"0", "1", *below}, below)
+    )
     return others if known and len(others) < 3 else ()
+
+
+def opposites(found: Meaning) -> list[dict[str, bool]]:
+    """Return what words that are not known may mean: one next to words of one side their opposite, of two either one."""
+    known, others = _words_of_judges(found.leaf.scalars) if found.verdicts else (set(), ())
+    if not known and len(others) == 2 and found.leaf.number_kind == "s":
+        return [dict(zip(sorted(others), is_one, strict=True)) for is_one in ((False, True), (True, False))]
+    sides = {score_of_word(str(value), CORRECT) for value in found.leaf.scalars} - {None}  # of the known words
+    is_one = (0.0 in sides) == ("correct" in "".join(found.verdicts[:1]))
+    return [{word: is_one} for word in found.missing if len(found.missing) == len(sides) == 1]
 
 
 def _words_of_judges(values: Sequence[Any]) -> tuple[set[bool], tuple[str, ...]]:

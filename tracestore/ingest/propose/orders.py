@@ -190,11 +190,16 @@ def _wanted(name: str, frame: Frame, *, is_stacked: bool, bound: frozenset[str])
 
 
 def _is_attention(axes: Axes) -> bool:
-    """Return whether rows and columns of attention are behind each other, with heads in front; a pass has layers first."""
+    """Return whether rows and columns of attention are behind each other, with heads in front; a pass has layers first.
+
+    An array of a batch that is one of several is that of a layer, never of a head.
+    """
     if "S" not in axes:
         return True
     first = axes.index("S")
     is_of_heads = {"H", "L"} <= set(axes)
+    if is_of_heads and not {"1", "N"}.isdisjoint(axes[axes.index("H") : axes.index("L")]):
+        return False
     is_in_front = not is_of_heads or (axes.index("H") < first and ("P" not in axes or axes[1] == "L"))
     return is_in_front and axes[first + 1 : first + 2] == ("S",)
 

@@ -11,7 +11,7 @@ from tracestore.ingest.layout.fields import PROMPT_MASK
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import NUMBERS, Leaf, Path_
 from tracestore.ingest.propose.looking import texts_of
-from tracestore.ingest.propose.meanings import Meaning, contradictions, may_be_label, may_be_score
+from tracestore.ingest.propose.meanings import OF_LABELS, Meaning, contradictions, may_be_label, may_be_score
 from tracestore.ingest.propose.names import NUMBERS_OF_NAMES, without_names, words_of
 from tracestore.ingest.propose.orders import Axes, Frame
 from tracestore.store.format import schema
@@ -29,6 +29,7 @@ _ALL_LAYERS = frozenset(
 # What a mask proves whose rows differ and leave whole rows of attention.
 NUMBER_OF_TRACES = "N: no ids, questions, answers or lengths give the number of traces"
 OF_TEXT = "prompt_length: it may count characters or words, or the tokens of the question alone"
+PADDED_PROMPTS = "prompt_length: it may count padding"
 TEXT_COUNTS: tuple[Callable[[str], int], ...] = (len, lambda text: len(text.split()))
 _GENERATION = re.compile(r"gen(eration)?[_\-.=]?\{sample\}", re.IGNORECASE)
 _PIECES = re.compile(" : |/")
@@ -255,7 +256,8 @@ class Case:
         for name in TEXTS:
             same = self._texts(name)
             keys = {"_".join(words_of(m.leaf.key)) for m in same} - {name}
-            if self._has(name) and (keys & SAYING["vague texts"] or (len(same) > 1 and len(keys) == len(same))):
+            is_one_of_several = len(same) > 1 and len(keys) == len(same) and not self._is_of_model(name, same)
+            if self._has(name) and (keys & SAYING["vague texts"] or is_one_of_several):
                 yield f"{name}: another text may be meant: {', '.join(sorted(keys))}"
         if self._has("tokens") and self._words("tokens") == {"ids"}:
             yield "tokens: ids may be other ones than those of tokens"
@@ -268,8 +270,19 @@ class Case:
         for name in self.lines:
             same = [m for m in self.places.meanings if m.verdicts == (name,)]
             yield from contradictions(name, [self.places.with_ids(m.leaf, self.identity) for m in same])
-        doubtful = [m.leaf.key for m in self.places.meanings if m.is_doubtful]
-        yield from (f"{key}: may be what a detector says, or words without a meaning" for key in doubtful)
+        doubtful = [m.leaf for m in self.places.meanings if m.is_doubtful]
+        yield from (f"{leaf}: may be what a detector says, or words without a meaning" for leaf in doubtful)
+
+    def _is_of_model(self, name: str, texts: Sequence[Meaning]) -> bool:
+        """Return whether one of several texts says that it is the model's, and the others are those of a data set.
+
+        Next to `answer`, a `response` or `completion` may be that of the data set. Words of judges are no text.
+        """
+        own = self._words(name) if self._has(name) else set()
+        others = {"_".join(words_of(m.leaf.key)) for m in texts if {*words_of(m.leaf.key)} != own}
+        said = own & SAYING["texts of models"] - ({"response", "completion"} if "answer" in others else set())
+        is_label = any(may_be_label(m.leaf) for m in texts)
+        return bool(said) and own - said <= {"answer"} and others <= SAYING["texts of data sets"] and not is_label
 
     def _of_numbers(self) -> Iterator[str]:
         """Yield the numbers of answers that differ in all rows, as ids do."""
@@ -288,7 +301,7 @@ class Case:
         counts = [[count(str(text)) for text in values] for values in texts for count in TEXT_COUNTS]
         doubts = {
             # The reading compares the lengths of prompts and of single traces.
-            "prompt_length: it may count padding": self._has("S.mask", *["S.lengths"] * self._is_stacked),
+            PADDED_PROMPTS: self._has("S.mask", *["S.lengths"] * self._is_stacked),
             "prompt_length: the length of a context may be that of a window or of a document": "context" in words,
             OF_TEXT: "question" in words or any([int(value) for value in values] in counts for values in lengths),
             "prompt_length: it may be the number of the prompt, or of prompts": words <= {"n", "num", "prompt"},
@@ -366,9 +379,14 @@ def _is_asked(meaning: Meaning, identity: Identity, states: Meaning) -> bool:
 
 def _reason(address: str, meanings: Sequence[Meaning]) -> str:
     """Return why nothing needs what an address names, "" without a reason."""
+    if {m.reason for m in meanings} == {OF_LABELS}:
+        return OF_LABELS
     reasons = {meaning.reason for meaning in meanings if meaning.leaf.rank and meaning.leaf.kind != "s"}
     if reasons and "" not in reasons:
         return min(reasons)
     words = words_of(address.rpartition("/")[2].partition(".")[0])
-    is_plain = all(m.leaf.rank <= 1 and not m.verdicts and m.field != "question_id" for m in meanings)
-    return "settings" if " : " not in address and is_plain and not SAYING["settings"].isdisjoint(words) else ""
+    ids = [m.leaf for m in meanings if m.field == "question_id"]
+    is_plain = all(m.leaf.rank <= 1 and not m.verdicts for m in meanings)
+    is_plain &= all(one.key == "n" and one.path == ("n",) for one in ids)  # a number of traces
+    is_named = not SAYING["settings"].isdisjoint(words) or any(m.reason == OF_LABELS for m in meanings)
+    return "settings" if " : " not in address and is_plain and is_named else ""

@@ -13,7 +13,7 @@ from tracestore.ingest.execute.claims import is_other
 from tracestore.ingest.layout.fields import PROMPT_MASK
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.propose.candidates import Candidate, chosen, in_any_order
+from tracestore.ingest.propose.candidates import Candidate, chosen, field_line, in_any_order
 from tracestore.ingest.propose.drafts import UNSHOWN, Draft, Drafter
 from tracestore.ingest.propose.leaves import Observation, observe
 from tracestore.ingest.propose.trials import try_layout
@@ -56,9 +56,13 @@ class Proposal:
         is_only = len(self.candidates) == 1 and not self.num_more
         return self.candidates[0].layout if is_only and self.candidates[0].is_proved else None
 
-    def message(self, *, has_tree: bool = True) -> str:
-        """Return the layout, or the text of a refusal: the candidates as lines to paste, or what was found."""
-        return "\n".join(self._described(Candidate.lines, has_tree=has_tree))
+    def message(self, *, has_tree: bool = True, ignored: Iterable[str] = ()) -> str:
+        """Return the layout, or the text of a refusal: the candidates as lines to paste, or what was found.
+
+        The lines also leave out what is `ignored` without them.
+        """
+        given = [field_line("ignore", text) for text in ignored]
+        return "\n".join(self._described(lambda candidate: [*candidate.lines(), *given], has_tree=has_tree))
 
     def to_toml(self) -> str:
         """Return the layout as TOML, without one the candidates or what was found as comments."""

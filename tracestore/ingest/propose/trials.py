@@ -61,6 +61,8 @@ class Outcome:
         How many single traces begin or end with one id twice, by the end and the id; see `_doubled_ends`.
     moved : list of str
         The fields of other files that are joined in order, where the ids are the numbers of rows in another order.
+    has_lone_prompt : bool
+        Whether a prompt_length differs from those before and behind it, which the columns of a batch do not.
     counts_text : bool
         Whether prompt_length is the number of characters, or of words, of the question in each trace.
     digest : bytes
@@ -83,6 +85,7 @@ class Outcome:
     has_passes: bool = False
     ends: Counter[tuple[int, Any]] = field(default_factory=Counter)
     moved: list[str] = field(default_factory=list)
+    has_lone_prompt: bool = False
     counts_text: bool = False
     digest: bytes = b""
 
@@ -142,6 +145,7 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     outcome.num_tokens = (min(sizes), max(sizes))
     outcome.has_passes = min(prompts) > 1 and len({size - prompt for size, prompt, *_ in facts}) > 1
     outcome.moved = _moved(execution.plan, places, is_partial=outcome.is_partial)
+    outcome.has_lone_prompt = any(a != b != c for a, b, c in zip((-1, *prompts), prompts, prompts[1:], strict=False))
     outcome.counts_text = all(questions) and any(tuple(map(count, questions)) == prompts for count in TEXT_COUNTS)
     outcome.digest = digest.digest()
     outcome.has_copies = not outcome.is_last_token and len(set(states)) < len(states)
@@ -159,8 +163,18 @@ def is_padded_by(layout: Layout, outcome: Outcome, files: Mapping[str, Path]) ->
     if not padding or not outcome.varies:
         return False
     entries["ignore"] = [*entries.get("ignore", ()), *(str(line).rpartition(" -> ")[0] or line for line in padding)]
+    return _gives_the_same({**entries, "S.padding": "zeros"}, outcome, files)
+
+
+def counts_no_padding(layout: Layout, outcome: Outcome, files: Mapping[str, Path]) -> bool:
+    """Return whether prompt_length counts tokens: no trace has padding in front of them, and lengths are those of no batches."""
+    return outcome.has_lone_prompt and _gives_the_same({**layout.to_entries(), "S.prompt": "columns"}, outcome, files)
+
+
+def _gives_the_same(entries: Mapping[str, Any], outcome: Outcome, files: Mapping[str, Path]) -> bool:
+    """Return whether a layout of these entries gives the values of an outcome."""
     with suppress(TracestoreError):
-        other = parse_layout({**entries, "S.padding": "zeros"}, "proposal")
+        other = parse_layout(entries, "proposal")
         return try_layout(other, files, is_partial=outcome.is_partial).digest == outcome.digest
     return False
 
