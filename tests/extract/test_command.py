@@ -166,8 +166,11 @@ def test_provenance_is_complete_and_conflicts_are_refused(tiny_model, questions,
         "compute_dtype": "float32",
         "sampling": {"do_sample": False, "max_new_tokens": 6},
         "tool": f"tracestore {tracestore.__version__}",
+        "positions": "all",
     }
     for out in outs:
+        done = extract(tiny_model, questions, out, "--positions", "answer", check=2)
+        assert done.stderr.count("\n") == 1 and "positions: found answer, expected all" in done.stderr
         done = extract(tiny_model, questions, out, "--dtype", "bfloat16", check=2)
         assert done.stderr.count("\n") == 1 and "compute_dtype: found bfloat16, expected float32" in done.stderr
         done = extract(tiny_model, questions, out, "--instruction", "Lie.", check=2)

@@ -97,6 +97,7 @@ def provenance_of(lm: LanguageModel, options: AnswerOptions) -> Provenance:
         compute_dtype=str(lm.model.dtype).removeprefix("torch."),
         sampling=sampling,
         tool=f"tracestore {tracestore.__version__}",
+        positions=str(options.select.positions),
     )
 
 

@@ -966,6 +966,7 @@ FULL = {
     "compute_dtype": "float32",
     "sampling": {"do_sample": True, "temperature": 0.7, "stop": ["\n", None, 1]},
     "tool": "tracestore 0.1.0",
+    "positions": "16",
 }
 
 

@@ -27,6 +27,7 @@ FULL = {
     "compute_dtype": "float32",
     "sampling": {"do_sample": True, "temperature": 0.7, "stop": ["\n"]},
     "tool": "tracestore 0.1.0",
+    "positions": "answer",
 }
 
 
@@ -75,6 +76,7 @@ def test_info_without_provenance(store_path):
         {"layer_ids": [1 << 20]},
         {"layer_ids": list(range(5000))},
         {"final_norm": 1},
+        {"positions": 16},
         {"sampling": []},
         {"sampling": {"t": float("nan")}},
         {"sampling": {"t": {}}},
@@ -96,7 +98,13 @@ def test_only_known_and_different_values_conflict():
     known = Provenance.from_json(FULL)
     for name, value in FULL.items():
         require_compatible([known], [Provenance.from_json({name: value}), Provenance()], "x")
-    for name, other in (("model", "m"), ("layer_ids", (0, 1, 2)), ("final_norm", False), ("sampling", {})):
+    for name, other in (
+        ("model", "m"),
+        ("layer_ids", (0, 1, 2)),
+        ("final_norm", False),
+        ("sampling", {}),
+        ("positions", "all"),
+    ):
         new = Provenance(**{name: other})
         with pytest.raises(UsageError, match=f"x: other provenance: {name}: found .*, expected .*--allow-mixed"):
             require_compatible([known], [new], "x")
@@ -153,6 +161,7 @@ def test_the_number_of_provenances_is_limited(tmp_path):
         [{}],
         [FULL | {"model": 3}],
         [FULL | {"more": 1}],
+        [FULL | {"positions": None}],
         [FULL, FULL],
         [FULL | {"layer_ids": [1]}],
         [FULL | {"layer_ids": None, "model": "m" * 1025}],

@@ -17,7 +17,7 @@ _MAX_BYTES = 4096
 _MAX_LAYER_ID = (1 << 20) - 1
 _TYPES = {
     **dict.fromkeys(("model", "model_revision", "tokenizer", "prompt_sha256", "hidden_states_at"), str),
-    **dict.fromkeys(("attention_kind", "compute_dtype", "tool"), str),
+    **dict.fromkeys(("attention_kind", "compute_dtype", "tool", "positions"), str),
     "layer_ids": list,
     "final_norm": bool,
     "sampling": dict,
@@ -53,6 +53,8 @@ class Provenance:
         Parameters of generation, such as do_sample, temperature and top_p: values of JSON, or lists of them.
     tool : str, optional
         Name and version of the program that recorded the traces. Programs of different versions do not conflict.
+    positions : str, optional
+        The tokens that were recorded, as in `extract`: "all", "answer", or "16" for the last 16.
 
     Raises
     ------
@@ -78,6 +80,7 @@ class Provenance:
     compute_dtype: str | None = None
     sampling: Mapping[str, Any] | None = None
     tool: str | None = None
+    positions: str | None = None
 
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -126,8 +129,9 @@ class Provenance:
         return cls(**data)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all values as a JSON object."""
-        return asdict(self) | {"layer_ids": None if self.layer_ids is None else list(self.layer_ids)}
+        """Return all values as a JSON object, without `positions` if they are unknown."""
+        values = asdict(self) | {"layer_ids": None if self.layer_ids is None else list(self.layer_ids)}
+        return {name: value for name, value in values.items() if name != "positions" or value is not None}
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {_text(value)}" for name, value in self.to_json().items() if value is not None)
