@@ -2,6 +2,8 @@
 
 import csv
 import re
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,6 +87,16 @@ def test_changed_questions_are_not_those_of_before(tmp_path):
     batches = [plan_batches(questions, 1) for questions in (QUESTIONS, changed)]
     assert None not in list(extract_to_folder(tmp_path / "f", batches[0], ANSWER))
     assert list(extract_to_folder(tmp_path / "f", batches[1], ANSWER)) == [True, False, *[None] * 8]
+
+
+def test_the_first_commits_come_early(tmp_path, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(extraction, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    questions, committed = [Question(f"q{k}", f"What is {k}?", ("answer",)) for k in range(205)], set()
+    for _ in extract_to_store(tmp_path / "s.zarr", questions, ANSWER, attention="mean"):
+        with suppress(UsageError), tracestore.open(tmp_path / "s.zarr") as store:
+            committed.add(len(store))
+    assert sorted(committed) == [10, 20, 40, 80, 140, 200]
 
 
 @pytest.mark.parametrize("limit", range(1, 11))

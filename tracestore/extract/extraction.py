@@ -21,6 +21,7 @@ from tracestore.store.write.create import open_writer
 
 INSTRUCTION = "Give the correct answer in a few words."
 COMMIT_INTERVAL_S = 60.0
+_FIRST_COMMIT_S = 10.0
 # Score from which on an answer counts as correct.
 _CORRECT_SCORE = 0.5
 # Folder with the scores of each finished file, which scores.csv is merged from.
@@ -169,7 +170,8 @@ def extract_to_store(
         Options of the store, see `tracestore.create`.
     commit_interval_s : float
         Seconds between commits, or a twentieth of the time so far if that is more, so that a long run
-        makes few segments. A kill loses the traces since the last commit. 0: commit after each trace.
+        makes few segments. The first commit comes after ten seconds, and the time so far doubles between commits until
+        they are this far apart. A kill loses the traces since the last commit. 0: commit after each trace.
     batch_size : int
         Number of questions per call of `answer`.
     judges : sequence of str
@@ -222,10 +224,15 @@ def extract_to_store(
             values = judge_answer(judges, trace["generated_answer_clean"], question.answers)
             writer.append(trace, scores=values)
             now = time.monotonic()
-            if commit_interval_s == 0 or now - committed >= max(commit_interval_s, (now - began) / 20):
+            if commit_interval_s == 0 or now - committed >= _commit_distance(now - began, commit_interval_s):
                 writer.flush()
                 committed = now
             yield values[judges[0]] >= _CORRECT_SCORE
+
+
+def _commit_distance(elapsed_s: float, interval_s: float) -> float:
+    """Return the seconds between commits, which grow from _FIRST_COMMIT_S to the interval, and then with the time."""
+    return max(min(interval_s, max(_FIRST_COMMIT_S, elapsed_s / 2)), elapsed_s / 20)
 
 
 def _traces(

@@ -77,8 +77,8 @@ def add_arguments(parser: Parser) -> None:
         type=float_where(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
         default=extraction.COMMIT_INTERVAL_S,
         metavar="SECONDS",
-        help="time between commits, which a kill can lose (for a store; default: 60, or a twentieth of the time so "
-        "far if that is more; 0: commit after each trace)",
+        help="time between commits, which a kill can lose (for a store; default: 60; less at first, and a twentieth of "
+        "the time so far if that is more; 0: commit after each trace)",
     )
     add("--batch-size", type=positive_int, default=1, metavar="N", help="questions per forward pass")
     add("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
