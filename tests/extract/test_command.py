@@ -133,6 +133,20 @@ def test_default_judges_are_named_scores(tiny_model, questions, tmp_path):
         assert file.readline() == "question_id,sample,score,containment,token_f1,template,answer\n"
 
 
+def test_scores_that_are_replaced_or_missing_are_counted(tiny_model, questions, tmp_path):
+    extract(tiny_model, questions, tmp_path / "run.zarr", "--limit", 2)
+    with tracestore.open(tmp_path / "run.zarr") as store:
+        text = questions.read_text().replace("0|number 0", store[0].answer.translate({ord(c): None for c in ',|"'}))
+    questions.write_text(text)
+    (tmp_path / "mine.csv").write_text("question_id,score\nq0,1\nq1,0\n")
+    command("score", tmp_path / "run.zarr", "--scores", tmp_path / "mine.csv", "--name", "mine", "--default", check=0)
+    done = extract(tiny_model, questions, tmp_path / "run.zarr", "--limit", 3)
+    assert "1 new trace, 2 existing traces (1 with other scores than before)" in done.stdout
+    assert "1 trace without a label or the score mine: --score containment gives 1" in done.stdout
+    done = json.loads(extract(tiny_model, questions, tmp_path / "run.zarr", "--limit", 3, "--json").stdout)
+    assert (done["made"], done["already_there"], done["rejudged"]) == (0, 3, 0)
+
+
 @pytest.mark.long
 def test_shards_write_to_one_store(tiny_model, questions, tmp_path, monkeypatch):
     """A shard is stated, or that of a rank; an answer that another process has given differently is left out."""

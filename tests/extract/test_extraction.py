@@ -5,10 +5,11 @@ import re
 from contextlib import suppress
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import make_trace, tree_bytes
+from tests.helpers import command, make_trace, tree_bytes
 from tracestore.errors import UsageError
 from tracestore.extract import extraction
 from tracestore.extract.extraction import extract_to_folder, extract_to_store, plan_batches
@@ -87,6 +88,60 @@ def test_changed_questions_are_not_those_of_before(tmp_path):
     batches = [plan_batches(questions, 1) for questions in (QUESTIONS, changed)]
     assert None not in list(extract_to_folder(tmp_path / "f", batches[0], ANSWER))
     assert list(extract_to_folder(tmp_path / "f", batches[1], ANSWER)) == [True, False, *[None] * 8]
+
+
+def store_run(path, questions=QUESTIONS, answer=ANSWER, **options):
+    """Extract into a store; return the result of each question."""
+    return list(extract_to_store(path, questions, answer, attention="mean", **options))
+
+
+def edit_scores(path, text, *words):
+    """Replace scores of a store by those of a file."""
+    (path.parent / "edited.csv").write_text(text)
+    command("score", path, "--scores", path.parent / "edited.csv", *words, check=0)
+
+
+def test_existing_traces_of_a_store_are_judged_again(tmp_path):
+    """Their stored answers get the scores of changed accepted answers and of more judges; other scores stay."""
+    path, changed = tmp_path / "s.zarr", [Question("q0", "What is 0?", ("one",)), *QUESTIONS[1:]]
+    store_run(path, QUESTIONS[:3])
+    edit_scores(path, "question_id,score\nq0,0.25\n", "--name", "mine")
+    assert store_run(path, changed, judges=("containment_f1", "rouge_l")) == ["rejudged"] * 3 + [True] * 7
+    with tracestore.open(path) as store:
+        earlier = dict.fromkeys(("containment", "containment_f1", "token_f1"), 0.0)
+        assert store[0].scores == {**earlier, "rouge_l": 0.0, "mine": 0.25}
+        assert store[1].scores == {**dict.fromkeys(earlier, 1.0), "rouge_l": 1.0}
+        assert store[9].scores == {"containment_f1": 1.0, "rouge_l": 1.0} and store.score_name == "containment_f1"
+    before = tree_bytes(path)
+    assert store_run(path, changed, judges=("containment_f1", "rouge_l")) == [None] * 10
+    assert tree_bytes(path) == before
+
+
+def test_traces_without_a_stored_answer_keep_their_scores(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        trace = {name: value for name, value in make_trace(0).items() if "answer" not in name}
+        writer.append(trace, score=0.5)
+    assert store_run(tmp_path / "s.zarr", QUESTIONS[:2]) == [None, True]
+    assert tracestore.open(tmp_path / "s.zarr")[0].scores == {"score": 0.5}
+
+
+def test_a_store_keeps_the_judge_of_its_default_score(tmp_path):
+    """New traces would have no label; scores that are not of a judge are not mixed with its own."""
+    path = tmp_path / "s.zarr"
+    store_run(path, QUESTIONS[:3])
+    before = tree_bytes(path)
+    with pytest.raises(UsageError, match="not rouge_l; pass --judge containment_f1 --judge rouge_l, or") as error:
+        store_run(path, answer=lambda _: 1 / 0, judges=("rouge_l",))
+    assert f"{path}: its default score is of the judge containment_f1" in str(error.value)
+    assert tree_bytes(path) == before
+    words = ("--score-column", "score", "--name", "containment_f1")
+    edit_scores(path, "question_id,score\nq0,0.5\nq1,1\nq2,0\n", *words)
+    with pytest.raises(UsageError, match=r"containment_f1 is of 'edited.csv.*', not of this judge; pass another"):
+        store_run(path, answer=lambda _: 1 / 0)
+    store_run(path, judges=("containment",))
+    with tracestore.open(path) as store:
+        np.testing.assert_array_equal(store.scores, [0.5, 1, 0] + [np.nan] * 7)
+        assert (store.named_scores("containment") == 1).all()
 
 
 def test_the_first_commits_come_early(tmp_path, monkeypatch):

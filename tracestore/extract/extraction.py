@@ -3,21 +3,22 @@
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tracestore.errors import UsageError
 from tracestore.export.file_formats import pickled_list
-from tracestore.extract.judges import DEFAULT_JUDGES, judge_answer, score_field
+from tracestore.extract.judges import DEFAULT_JUDGES, JUDGES, judge_answer, score_field
 from tracestore.extract.questions import Question
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.io.provenance_file import PROVENANCE_FILE, read_provenance, write_provenance
-from tracestore.store.read.store import open_store
+from tracestore.store.read.columns import TraceValues
+from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.write.create import open_writer
+from tracestore.store.write.writer import StoreWriter
 
 INSTRUCTION = "Give the correct answer in a few words."
 COMMIT_INTERVAL_S = 60.0
@@ -38,6 +39,7 @@ class ExtractReport:
     out: str
     made: int = 0
     already_there: int = 0
+    rejudged: int = 0
     right: int = 0
 
 
@@ -155,7 +157,7 @@ def extract_to_store(
     provenance: Provenance | None = None,
     allow_mixed_provenance: bool = False,
     lens: Mapping[str, Any] | None = None,
-) -> Iterator[bool | None]:
+) -> Iterator[bool | Literal["rejudged"] | None]:
     """Append the missing traces of a store, with their scores. Other processes may do the same.
 
     Parameters
@@ -175,7 +177,8 @@ def extract_to_store(
     batch_size : int
         Number of questions per call of `answer`.
     judges : sequence of str
-        Names in JUDGES. Each gives a named score; the first one is the default if the store has none.
+        Names in JUDGES. Each gives a named score; the first one is the default if the store has none. Existing traces
+        get the scores of their stored answers.
     provenance, allow_mixed_provenance : Provenance, bool
         See `tracestore.create`.
     lens : mapping, optional
@@ -183,27 +186,23 @@ def extract_to_store(
 
     Yields
     ------
-    bool or None
-        For each question, whether the answer is correct; None if its trace existed before.
+    bool, "rejudged" or None
+        For each question, whether the answer is correct; if its trace existed before, "rejudged" or, with equal scores,
+        None.
 
     Raises
     ------
     UsageError
-        The store cannot be used, or has another question under an id.
+        The store cannot be used, has another question under an id, or scores that the judges would mix with theirs.
     """
-    existing: set[tuple[str, int]] = set()
-    # A missing store, or one without a commit, is a UsageError here. open_writer() then makes the store, or
-    # reports the problem.
-    other: tuple[str, str, str] | None = None
-    with suppress(UsageError), open_store(path) as store:
-        for question in questions:
-            if (index := store.internals.index.find(*_key(question))) >= 0:
-                existing.add(_key(question))
-                if (text := store[index].question) not in (None, question.text):
-                    other = other or (question.question_id, text[:60], question.text[:60])
-    if other is not None:
-        where = f"{path}: its question {other[0]!r} is {other[1]!r}, not {other[2]!r}"
-        raise UsageError(f"{where}; give this one another id, or extract into another store")
+    stored: dict[tuple[str, int], dict[str, float]] = {}
+    try:
+        store = open_store(path)
+    except UsageError:
+        pass  # A missing store, or one without a commit: open_writer() makes the store, or reports the problem.
+    else:
+        with store:
+            stored = _judge_stored(store, questions, judges)
     began = committed = time.monotonic()
     with open_writer(
         path,
@@ -218,8 +217,11 @@ def extract_to_store(
             writer.set_lens(**lens)
         for name in judges:
             writer.define_score(name, **asdict(score_field(name)))
-        missing = [(k, question) for k, question in enumerate(questions) if _key(question) not in existing]
-        yield from [None] * (len(questions) - len(missing))
+        if any(stored.values()):
+            writer.flush()  # the definitions
+            _replace_scores(path, stored)
+        missing = [(k, question) for k, question in enumerate(questions) if _key(question) not in stored]
+        yield from ["rejudged" if changed else None for changed in stored.values()]
         for question, trace in _traces(missing, answer, 0, batch_size):
             values = judge_answer(judges, trace["generated_answer_clean"], question.answers)
             writer.append(trace, scores=values)
@@ -233,6 +235,47 @@ def extract_to_store(
 def _commit_distance(elapsed_s: float, interval_s: float) -> float:
     """Return the seconds between commits, which grow from _FIRST_COMMIT_S to the interval, and then with the time."""
     return max(min(interval_s, max(_FIRST_COMMIT_S, elapsed_s / 2)), elapsed_s / 20)
+
+
+def _judge_stored(
+    store: TraceStore, questions: Sequence[Question], judges: Sequence[str]
+) -> dict[tuple[str, int], dict[str, float]]:
+    """Return the new scores of the existing traces, by their keys: those that the judges give their stored answers now.
+
+    Scores that earlier runs have of other judges are included. UsageError as extract_to_store().
+    """
+    fields, default = store.score_fields, store.score_name
+    own = {name for name in JUDGES if name in fields and fields[name].source == score_field(name).source}
+    if default in own and default != judges[0]:
+        flags = " ".join(f"--judge {name}" for name in dict.fromkeys((default, *judges)))
+        reason = f"its default score is of the judge {default}, not {judges[0]}"
+        raise UsageError(f"{store.path}: {reason}; pass {flags}, or extract into another store")
+    for name in judges:
+        if name in fields and name not in own:
+            reason = f"its score {name} is of {fields[name].source!r:.80}, not of this judge"
+            raise UsageError(f"{store.path}: {reason}; pass another --judge, or extract into another store")
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for question in questions:
+        if (index := store.internals.index.find(*_key(question))) < 0:
+            continue
+        trace = store[index]
+        if (text := trace.question) not in (None, question.text):
+            where = f"{store.path}: its question {question.question_id!r} is {text[:60]!r}, not {question.text[:60]!r}"
+            raise UsageError(f"{where}; give this one another id, or extract into another store")
+        scores, answer = trace.scores, trace.text("generated_answer_clean")
+        names = () if answer is None else (*judges, *(own & scores.keys()))
+        values = judge_answer(names, answer or "", question.answers)
+        found[_key(question)] = {name: value for name, value in values.items() if scores.get(name) != value}
+    return found
+
+
+def _replace_scores(path: Path | RemoteURL, scores: Mapping[tuple[str, int], Mapping[str, float]]) -> None:
+    """Replace defined scores of stored traces."""
+    with StoreWriter(path) as writer:
+        found = {writer.index.find(*key): TraceValues(values) for key, values in scores.items() if values}
+        found.pop(-1, None)  # of a store that was replaced meanwhile
+        writer.update_values(found)
+        writer.commit()
 
 
 def _traces(

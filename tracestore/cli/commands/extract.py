@@ -17,12 +17,14 @@ from tracestore.extract.judges import DEFAULT_JUDGES, JUDGES
 from tracestore.extract.questions import FACTS, GENERATED, read_questions, with_samples
 from tracestore.extract.select import Select
 from tracestore.extras import needs
+from tracestore.store.format.labels import unlabeled_note
 from tracestore.store.format.schema import ATTENTION_MODES, CODECS
 from tracestore.store.io.destinations import check_output_dir
 from tracestore.store.io.files import parse_location
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.ownership import check_store_destination
+from tracestore.store.read.store import open_store
 from tracestore.words import plural
 
 # Fields of AnswerOptions that flags set directly.
@@ -142,19 +144,25 @@ def run(args: argparse.Namespace, output: Output) -> None:
     report = extraction.ExtractReport(str(args.output))
     with Progress(output) as progress:
         try:
-            for is_correct in steps:
-                if is_correct is None:
+            for step in steps:
+                if not isinstance(step, bool):
                     report.already_there += 1
+                    report.rejudged += step == "rejudged"
                     continue
-                report.made, report.right = report.made + 1, report.right + is_correct
+                report.made, report.right = report.made + 1, report.right + step
                 done = report.made + report.already_there
                 progress.update(done, total, lambda: f"{report.right / report.made:.0%} correct")
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; the same command continues") from None
     share = f", {report.right / report.made:.0%} of the new answers correct" if report.made else ""
-    output.info(
-        f"{args.output}: {plural(report.made, 'new trace')}, {plural(report.already_there, 'existing trace')}{share}"
-    )
+    changed = f" ({report.rejudged:,} with other scores than before)" if report.rejudged else ""
+    existing = plural(report.already_there, "existing trace") + changed
+    output.info(f"{args.output}: {plural(report.made, 'new trace')}, {existing}{share}")
+    if to_store and report.made:
+        with open_store(args.output) as store:
+            columns = store.internals.columns
+            if note := unlabeled_note(columns.scores, columns.labels, store.score_name):
+                output.info(note)
     output.print_json(report)
 
 
