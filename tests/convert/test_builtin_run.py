@@ -289,6 +289,47 @@ def test_padding_by_a_length_next_to_it_is_refused(tmp_path, folder, name, optio
     assert {trace.num_tokens for trace in tracestore.open(tmp_path / "s.zarr")} == {8}
 
 
+@pytest.mark.parametrize("has_attention", [False, True])
+@pytest.mark.parametrize("is_list", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [((5, 6, 7, 8), {"is_left": True}), ((7, 7, 6, 8), {}), ((5, 6, 7, 8), {"texts": True})],
+    ids=["left", "right", "texts"],
+)
+def test_rule_17e_padded_traces_of_one_length(tmp_path, folder, lengths, options, is_list, has_attention):
+    """The padding may attend to itself, the last trace has none [padding stored as tokens]."""
+    traces = [padded(length - 4, "note", **options) | {"question_id": f"q{k}"} for k, length in enumerate(lengths)]
+    for k, trace in enumerate(traces):
+        trace |= {"attentions": [np.tril(np.full((2, 8, 8), 0.1, "f4"))] * 4} if has_attention else {}
+        write_pickle(folder / f"q{k}.pkl", trace) if not is_list else None
+    write_pickle(folder / "a.pkl", traces) if is_list else None
+
+    assert "each trace has 8 tokens, and one has" in error_of("convert", folder, tmp_path / "s.zarr", code=3)
+    convert(folder, tmp_path / "s.zarr", "--padding", "none")
+
+
+@pytest.mark.parametrize("own", [slice(2, 7), slice(5)], ids=["left", "right"])
+def test_rule_06b_a_masked_token_of_a_trace(tmp_path, folder, own):
+    """[padding stored as tokens]"""
+    traces = [make_trace(k, tokens=7 + k) for k in range(2)]
+    for layer in traces[0]["attentions"]:
+        layer[:, :, : own.start or 0] = layer[:, :, own.stop :] = 0
+    write_pickle(folder / "a.pkl", traces)
+
+    assert f"token {0 if own.start else 5} is masked" in error_of("convert", folder, tmp_path / "s.zarr", code=3)
+
+
+@pytest.mark.parametrize("is_list", [True, False])
+def test_traces_of_several_lengths_may_end_with_an_id_twice(tmp_path, folder, is_list):
+    traces = [make_trace(k, tokens=5 + k) for k in range(3)]
+    for k, trace in enumerate(traces):
+        trace["tokens"][-2:] = 13
+        write_pickle(folder / f"q{k}.pkl", trace) if not is_list else None
+    write_pickle(folder / "a.pkl", traces) if is_list else None
+
+    convert(folder, tmp_path / "s.zarr")
+
+
 @pytest.mark.parametrize(
     "more", [{"length": 8}, {"length": 3}, {"length": 40}, {"length": "long"}, {"tokens": np.arange(9)}]
 )

@@ -113,15 +113,16 @@ class EqualLengths:
         self._is_open = not is_stated and is_alone and "tokens" in stated and not stated & _SAY_PADDING
         self._has_passes, self._lock = "P" in axes, threading.Lock()
         self._size: int | None = None
-        self._repeated: int | None = None
+        self._repeated: int | str | None = None
         self._count = 0
 
     def add(self, record: TraceRecord) -> None:
         """Add a trace; raise InvalidInputError where it and the earlier ones look padded."""
         size = record.prompt_length if self._has_passes else record.num_tokens
-        if not self._is_open or record.tokens is None or size is None:
+        tokens = record.tokens_decoded if record.tokens is None else record.tokens
+        if not self._is_open or tokens is None or size is None:
             return
-        ids = record.tokens[:size].tolist()
+        ids: list[Any] = np.asarray(tokens[:size]).tolist()
         with self._lock:
             self._is_open = self._size in (None, size)
             self._size, self._count = size, self._count + 1
@@ -135,7 +136,7 @@ class EqualLengths:
         if self._is_open and self._count > 1 and self._repeated is not None:
             what = "prompt" if self._has_passes else "trace"
             raise InvalidInputError(
-                f"each {what} has {self._size} tokens, and one has the id {self._repeated} twice at one end: padding? "
+                f"each {what} has {self._size} tokens, and one has the id {self._repeated!r:.40} twice at one end: padding? "
                 + PADDING_WAYS,
                 field="tokens",
             )
