@@ -99,6 +99,11 @@ def test_a_tool_owns_its_files(tmp_path, tool, name, make):
 TRAPS = [
     ("the tokens first", "a.pkl", lambda: [trace(hidden_states=list(states(5, 3, 8)), attentions=None)]),
     ("as many layers as tokens, in one order or the other", "a.pkl", lambda: [trace(hidden_states=list(states(5, 5, 8)), attentions=None)]),
+    ("as many layers as tokens, with attention, which does not tell them apart", "a.pkl", lambda: [trace(hidden_states=list(states(5, 5, 8)), attentions=list(states(5, 2, 5, 5)))] * 4),
+    ("as many layers as tokens and attention of one layer less", "q1.pt", lambda: trace(hidden_states=list(states(5, 5, 8)), attentions=list(states(4, 2, 5, 5)))),
+    ("as many ids as layers", "a.pkl", lambda: [trace(hidden_states=list(states(4, 3, 8)), tokens=np.arange(4), tokens_decoded=None, attentions=None)] * 4),
+    ("texts of as many tokens as layers", "q1.pt", lambda: trace(hidden_states=list(states(4, 3, 8)), tokens=None, tokens_decoded=list("abcd"), attentions=None)),
+    ("tokens first, the first ones as many as layers", "a.pkl", lambda: [trace(hidden_states=list(states(s, 3, 8)), tokens=np.arange(s), tokens_decoded=None, attentions=None) for s in (3, 4, 5, 6)]),
     ("neither tokens nor attention", "a.pkl", lambda: [trace(attentions=None, tokens=None, tokens_decoded=None)]),
     ("two tokens more than states", "a.pkl", lambda: [trace(tokens=np.arange(7), tokens_decoded=None)]),
     ("fewer tokens than states", "a.pkl", lambda: [trace(tokens=np.arange(4), tokens_decoded=None)]),
@@ -186,6 +191,23 @@ def test_files_of_several_tools_in_one_folder(tmp_path):
     assert found == ["traces", "sequences", "vllm"]
 
 
+@pytest.mark.parametrize("names", [["q1.pt", "q2.pt", "q3.pt"], ["a.pt", "sub/b.pt", "c.pt"]])
+@pytest.mark.parametrize("sizes", [(3, 4), (2, 3), (3, 3)], ids=["S is L", "T is L", "S and T are L"])
+@pytest.mark.parametrize("has_attention", [True, False])
+def test_other_files_show_the_order_of_equal_axes(tmp_path, names, sizes, has_attention):
+    for name, (num_states, num_ids) in zip(names, [sizes, sizes, (5, 5)], strict=True):
+        more = {"attentions": None} if not has_attention else {"attentions": list(states(3, 2, num_states, num_states))}
+        one = trace(hidden_states=list(states(3, num_states, 8)), tokens=np.arange(num_ids), tokens_decoded=None)
+        write(tmp_path / name, {k: v for k, v in (one | more).items() if v is not None})
+    files = {name: tmp_path / name for name in names}
+
+    claims = claim(files, builtins())
+    alone = claim({name: files[name] for name in names[:2]}, builtins())
+
+    assert [sorted(own) for own in claims.owned.values()] == [sorted(names)] and not claims.rest and not claims.near
+    assert not alone.owned or (has_attention and sizes == (2, 3))  # which shows the tokens
+
+
 def test_a_file_that_two_layouts_match_is_refused_with_both_names(tmp_path):
     one, two = (
         parse_builtin(name, 'files = "z"\nwhat = "x"\ndefined = "y"\n[layout]\nhidden_states = "*.pkl : []/hs -> L S D"\n'
@@ -221,7 +243,8 @@ def test_of_many_alike_files_some_are_looked_at(tmp_path, monkeypatch):
     opened, real = [], opening.open_tree
     monkeypatch.setattr(opening, "open_tree", lambda path: opened.append(path) or real(path))
     for k in range(300):
-        write(tmp_path / f"r-{k}.safetensors", request())
+        as_many = {"hidden_states": states(4, 4, 16), "token_ids": np.arange(4)} if k == 0 else {}  # tokens as layers
+        write(tmp_path / f"r-{k}.safetensors", request(**as_many))
     files = {f"r-{k}.safetensors": tmp_path / f"r-{k}.safetensors" for k in range(300)}
 
     (own,) = claim(files, builtins()).owned.values()

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.builtin.library import Builtin
@@ -18,6 +19,13 @@ _MAX_LOOKS = 64
 _MAX_INFLATED = 2  # of compressed files; those that stay open are not inflated again
 _WORD = re.compile(r"[^\W\d_]+")
 _NUMBERS = re.compile(r"(?<![0-9a-zA-Z])[0-9a-f]{6,}(?![0-9a-zA-Z])|\d+")
+
+
+class _Near(NamedTuple):
+    """Why the nearest built-in layout does not read a file, and the one that does if other files show the order of axes."""
+
+    why: str
+    if_ordered: Builtin | None
 
 
 @dataclass
@@ -63,6 +71,7 @@ def claim(files: Mapping[str, Path], known: Sequence[Builtin], looks: FirstLooks
     in_classes = _in_classes(files)
     claims.rest |= dict.fromkeys(in_classes)
     alike: dict[str, list[str]] = defaultdict(list)  # names that differ in numbers alone
+    owners: dict[str, Builtin | InvalidInputError | _Near | None] = {}
     for name in files:
         if name not in in_classes:
             alike[_NUMBERS.sub("#", name)].append(name)
@@ -70,17 +79,20 @@ def claim(files: Mapping[str, Path], known: Sequence[Builtin], looks: FirstLooks
         most = _MAX_INFLATED if COMPRESSED.search(names[0]) else _MAX_LOOKS
         looked = names[:: -(-len(names) // most)]
         found = [_owner(name, files[name], known, opened) for name in looked]
-        is_same = all(owner is found[0] and isinstance(owner, Builtin) for owner in found)
-        if not is_same and len(looked) < len(names):
+        is_same = len({owner.if_ordered if isinstance(owner, _Near) else owner for owner in found}) == 1
+        first = next((owner for owner in found if isinstance(owner, Builtin)), None) if is_same else None
+        if first is None and len(looked) < len(names):
             looked, found = names, [_owner(name, files[name], known, opened) for name in names]
-        owners = dict.fromkeys(names, found[0]) if is_same else dict(zip(looked, found, strict=True))
-        for name, owner in owners.items():
-            if isinstance(owner, Builtin):
-                claims.owned.setdefault(owner, {})[name] = files[name]
-            elif isinstance(owner, str):
-                claims.rest[name], claims.near[name] = None, owner
-            else:
-                claims.rest[name] = owner
+        owners.update(zip(looked, found, strict=True) if first is None else dict.fromkeys(names, first))
+    owning = {owner for owner in owners.values() if isinstance(owner, Builtin)}
+    for name, owner in owners.items():
+        owner = owner.if_ordered if isinstance(owner, _Near) and owner.if_ordered in owning else owner
+        if isinstance(owner, Builtin):
+            claims.owned.setdefault(owner, {})[name] = files[name]
+        elif isinstance(owner, _Near):
+            claims.rest[name], claims.near[name] = None, owner.why
+        else:
+            claims.rest[name] = owner
     for builtin in list(claims.owned):
         _release_incomplete(claims, builtin)
     for name in files if looks is None else claims.rest:
@@ -103,13 +115,13 @@ def _in_classes(files: Iterable[str]) -> set[str]:
 
 def _owner(
     name: str, path: Path, known: Sequence[Builtin], looks: FirstLooks
-) -> Builtin | InvalidInputError | str | None:
-    """Return the owner of a file; without one why the nearest does not read it, or None; an error if it is unreadable."""
+) -> Builtin | InvalidInputError | _Near | None:
+    """Return the owner of a file; without one the nearest, or None; an error if it is unreadable."""
     matching = _matching(name, known)
     if not matching:
         return None
     found: dict[str, tuple[int, Builtin]] = {}
-    near: str | None = None
+    near: _Near | None = None
     try:
         with looks.look(path) as root:
             # Where the first item is one of a signature, no other signature is that of the items behind it.
@@ -118,8 +130,10 @@ def _owner(
                 if builtin.signatures[text].difference(root) is None:
                     best = builtin.patterns[text].num_literals, builtin
                     found[builtin.name] = max(found.get(builtin.name, best), best, key=lambda pair: pair[0])
-            if not found:
-                near = _near(root, matching)
+            if not found and (why := _near(root, matching)) is not None:
+                near = _Near(
+                    why, next((b for b, t in first if b.signatures[t].difference(root, is_ordered=True) is None), None)
+                )
     except InvalidInputError as error:
         return error.with_location()  # a copy without the frames of the reader, which hold the file
     for _, builtin in list(found.values()):

@@ -93,7 +93,7 @@ class Signature:
     others_beside : tuple of str
         Keys of which one is there wherever there are further keys: of ids, which could be any of those.
     conditions : tuple
-        Comparisons of extents, such as ``L != S unless attentions``, and keys of which there is one, such as
+        Comparisons of extents, such as ``L != T unless attentions``, and keys of which there is one, such as
         ``needs tokens attentions``. Of a list, one of the first items fulfills them. Both kinds that name keys are also
         fulfilled if S alone differs between the items (rule 16).
     class_name : str
@@ -154,11 +154,14 @@ class Signature:
         is_near = not isinstance(first, Group) or self._plain_keys <= {key_text(name) for name in first}
         return is_near and self._compare(first)[0] is None
 
-    def difference(self, root: Value) -> str | None:
-        """Return what in the first item of a file is another thing than the signature says, None if nothing is."""
+    def difference(self, root: Value, *, is_ordered: bool = False) -> str | None:
+        """Return what in the first item of a file is another thing than the signature says, None if nothing is.
+
+        Extents that may be equal where `is_ordered`: other files show the order of the axes.
+        """
         if not self.must and not self.class_name:
             return None  # a file that is left out, or a table whose rows the accounts check
-        return self._difference(self._items(root), is_claim=True)
+        return self._difference(self._items(root), is_claim=True, is_ordered=is_ordered)
 
     def near_difference(self, root: Value) -> str | None:
         """Return what differs in a file whose first item has all that it must have; None for other files."""
@@ -180,7 +183,7 @@ class Signature:
             raise InvalidInputError(f"{differs}: {advice}")
         return root.rest() if isinstance(root, RepeatedItems) else root
 
-    def _difference(self, items: Iterator[Value], *, is_claim: bool) -> str | None:
+    def _difference(self, items: Iterator[Value], *, is_claim: bool, is_ordered: bool = False) -> str | None:
         """Return what differs in the first item; None if one of the first items is as described.
 
         The conditions, and that there is an item, are those of a claim: a file that is read may have none of these.
@@ -193,7 +196,8 @@ class Signature:
             first = first or differs
             if differs is None:
                 found.append(sizes)
-                unmet = self._unmet(sizes, item, is_varying=_is_varying(found)) if is_claim else None
+                is_varying = _is_varying(found)
+                unmet = self._unmet(sizes, item, is_varying=is_varying, is_ordered=is_ordered) if is_claim else None
                 if unmet is None:
                     return None
         return unmet or first or ("holds no item" if is_claim else None)
@@ -285,11 +289,11 @@ class Signature:
             f" with {known}" if known else ""
         )
 
-    def _unmet(self, sizes: Mapping[str, int], item: Value, *, is_varying: bool) -> str | None:
+    def _unmet(self, sizes: Mapping[str, int], item: Value, *, is_varying: bool, is_ordered: bool) -> str | None:
         for one, sign, two, key, needed in self.conditions:
             keys = (key or needed or "").split()
             is_there = isinstance(item, Group) and any(facts_of(item.get(name))[0] != "none" for name in keys)
-            if keys and (is_varying or is_there):
+            if (keys and (is_varying or is_there)) or (is_ordered and sign == "!="):
                 continue
             if needed is not None:
                 return f"found none of {', '.join(keys)}"
