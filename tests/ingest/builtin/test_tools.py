@@ -244,6 +244,35 @@ def test_activations_of_geometry_of_truth(tmp_path):
     assert found["s 26"].score == 1, "a table of a built-in layout belongs to every file"
 
 
+def test_each_data_set_of_geometry_of_truth_counts_its_rows(tmp_path):
+    files = {}
+    for name, rest in (("cities", 1), ("neg_cities", 3)):
+        files |= {
+            f"acts/M/{name}/layer_12_{first}.pt": torch.from_numpy(states(count, 8))
+            for first, count in ((0, 25), (25, rest))
+        }
+        rows = (f"{name} {k},{k % 2}\n" for k in range(25 + rest))
+        files[f"datasets/{name}.csv"] = "statement,label\n" + "".join(rows)
+    owners(tmp_path, files)
+
+    found = {trace.question: trace for trace in converted(tmp_path, attention="none").values()}
+
+    assert len(found) == 26 + 28
+    for name in ("cities", "neg_cities"):
+        expected = files[f"acts/M/{name}/layer_12_25.pt"][0]
+        np.testing.assert_allclose(found[f"{name} 25"].last_token[0], expected, atol=2e-3)
+        assert found[f"{name} 24"].score == 0 and found[f"{name} 25"].score == 1
+
+
+def test_two_models_of_geometry_of_truth_are_not_joined_to_the_same_rows(tmp_path):
+    files = {f"acts/{model}/cities/layer_12_0.pt": torch.from_numpy(states(25, 8)) for model in "AB"}
+    files["datasets/cities.csv"] = "statement,label\n" + "s,1\n" * 25
+    owners(tmp_path, files)
+
+    with pytest.raises(InvalidInputError, match=r"found the chunk 0 also as acts/A/.*: convert one after the other"):
+        converted(tmp_path, attention="none")
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -321,12 +321,24 @@ class Execution:
             return self._offsets[group.name]
 
     def _count_chunks(self) -> dict[str, int]:
-        """Return where the rows of each chunk begin; rule 13: rows that run on over all are those of one file, and as many."""
+        """Return where the rows of each chunk begin, among those whose tables are the same files."""
+        text, tables = self.plan.states[0].address.files.text, self._tables or {}
+        shared = [{*self.plan.shared_names(place)} for place in tables if "N*" in self.plan.keys[place]]
+        names = sorted(set.intersection(*shared)) if shared else []
+        runs: dict[tuple[Any, ...], list[FileGroup]] = {}
+        for group in sorted(self.groups, key=lambda group: group.files[text][0].bound["chunk"]):
+            runs.setdefault(tuple(map(group.files[text][0].bound.get, names)), []).append(group)
+        return {name: start for chunks in runs.values() for name, start in self._count_run(chunks).items()}
+
+    def _count_run(self, chunks: list[FileGroup]) -> dict[str, int]:
+        """Rule 13: rows that run on over chunks are those of one file, and as many."""
         place = self.plan.states[0]
         text = place.address.files.text
-        chunks = sorted(self.groups, key=lambda g: g.files[text][0].bound["chunk"])
         bound = [group.files[text][0].bound for group in chunks]
         numbers = [found["chunk"] for found in bound]
+        if twice := next((k for k, (one, two) in enumerate(itertools.pairwise(numbers), 1) if one == two), 0):
+            found = f"found the chunk {numbers[twice]} also as {chunks[twice - 1].name}: convert one after the other"
+            raise InvalidInputError(found, source=chunks[twice].name)
         *starts, total = itertools.accumulate((self._num_rows(g.files[text][0], place) for g in chunks), initial=0)
         # The first chunk whose number is not that of its first row, and the first one that is not counted from 0.
         is_counted = all(found.get("chunk.end") is None for found in bound)
