@@ -88,6 +88,24 @@ def test_other_words_are_no_answers(tmp_path, word, container):
     assert not any("{sample}" in str(one.layout.to_entries()) for one in proposal_of(tmp_path).candidates)
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_number_of_files_is_that_of_an_answer_only_if_an_id_has_several(tmp_path, is_list):
+    """[sample 0 to 7 of eight questions]"""
+    several, one_each = {}, {}
+    for k, ((name, n), own) in enumerate(
+        answers(generated_answer=["It is one.", "It is two.", "It is three."]).items()
+    ):
+        several.setdefault(n if is_list else k, []).append(own | {"qid": name})
+        one_each.setdefault(n if is_list else k, []).append(own | {"qid": f"tc_{9 - k}"})
+    expected = set()
+    for folder, files in (("several", several), ("one_each", one_each)):
+        for number, rows in files.items():
+            dump(tmp_path / folder / f"in/generation_{number}.pkl", rows if is_list else rows[0])
+            expected |= {(folder, row["qid"], number * (folder == "several")) for row in rows}
+
+    assert {(folder, *key) for folder in ("several", "one_each") for key in accept(tmp_path / folder)} == expected
+
+
 # Numbers of answers in tables and columns in the order of the states
 
 

@@ -79,13 +79,16 @@ class Places:
         outer = [key for key, bound in names.items() if "id" in bound]
         identity = Identity("ids", names=self._renamed(names, None))
         identity.doubts += [doubt for key in names if (doubt := self.observation.families[key].doubt)]
-        if self._add_items(states, identity, records, outer):
-            yield identity
-            return
-        if (own := self._own_id(states)) is not None:
-            doubts, ids = [*identity.doubts, *self._doubts_of_key(own)], frozenset(texts_of(own.scalars))
-            has_all = len(own.spots) == len(self.observation.files[own.files])
-            yield Identity("ids", identity.items, identity.names, own, doubts, ids, has_all)
+        of_items = self._add_items(states, identity, records, outer)
+        own = self._own_id(states) if of_items is None else None
+        if (leaf := of_items or own) is not None:
+            texts = texts_of(leaf.scalars)
+            if self.observation.counts_files(states.files, texts):
+                identity.names.setdefault((states.files, ()), {})["sample"] = "number"
+            identity.doubts += self._doubts_of_key(leaf) if of_items is None else []
+            num_seen, num_files = len(leaf.spots), len(self.observation.files[leaf.files])
+            has_all = num_seen < MAX_ITEMS if own is None else num_seen == num_files
+            yield replace(identity, id_leaf=own, ids=frozenset(texts), has_all_ids=has_all)
             return
         for main in reversed(outer):
             yield self._by_name(identity, names, main)
@@ -104,19 +107,19 @@ class Places:
                 doubt = "the files may be traces and their rows tokens, not the rows of batches"
                 yield Identity("stack", names={(states.files, ()): {"id": "chunk"}}, doubts=[doubt])
 
-    def _add_items(self, states: Leaf, identity: Identity, records: list[Path_], outer: list[Prefix]) -> bool:
-        """Set what stands for the items on the way to the states; return whether some of them say the id."""
+    def _add_items(self, states: Leaf, identity: Identity, records: list[Path_], outer: list[Prefix]) -> Leaf | None:
+        """Set what stands for the items on the way to the states; return the leaf of the ids that some of them say."""
         rows = [self.row(states.files, prefix) for prefix in records]
         at = next((k for k, row in enumerate(rows) if "question_id" in row), None)
         for k, (prefix, row) in enumerate(zip(records, rows, strict=True)):
             is_first = k == 0 and not any(len(key[1]) < len(prefix) for key in outer)
             text = self._step(states, prefix, row, identity.doubts, is_first=is_first, has_id=at == k)
             identity.items[states.files, prefix] = text
-        if at is not None:
-            leaf = rows[at]["question_id"].leaf
-            identity.ids, identity.has_all_ids = frozenset(texts_of(leaf.scalars)), len(leaf.spots) < MAX_ITEMS
-            identity.doubts += [*self._doubts_of_key(leaf), *self._other_ids(leaf, records[at])]
-        return at is not None
+        if at is None:
+            return None
+        leaf = rows[at]["question_id"].leaf
+        identity.doubts += [*self._doubts_of_key(leaf), *self._other_ids(leaf, records[at])]
+        return leaf
 
     def _by_name(self, identity: Identity, names: Names, main: Prefix) -> Identity:
         texts = [bound["id"] for bound in self.observation.families[main].members.values()]
@@ -196,10 +199,8 @@ class Places:
 
     def classes(self, leaf: Leaf) -> list[str]:
         """Return the words for the class of an answer that files and keys of a leaf bind."""
-        families = [
-            self.observation.families[place] for place, bound in self._names(leaf).items() if "verdict" in bound
-        ]
-        return list(dict.fromkeys(bound["verdict"] for family in families for bound in family.members.values()))
+        places = [place for place, bound in self._names(leaf).items() if "verdict" in bound]
+        return list(dict.fromkeys(b["verdict"] for p in places for b in self.observation.families[p].members.values()))
 
     def _renamed(self, names: Names, main: Prefix | None) -> dict[Prefix, dict[str, str]]:
         """Return new names: only `main` binds an id, numbers of answers below it are samples, chunks are parts of a key."""

@@ -133,6 +133,11 @@ class Observation:
         bound = {texts["id"] for family in families for texts in family.members.values() if "id" in texts}
         return bound | {text for leaf in leaves if leaf.kind in "is" for text in texts_of(leaf.scalars)}
 
+    def counts_files(self, files: str, ids: list[str]) -> bool:
+        """Return whether the numbers of answers in the names of files count these: each has another one, and other ids."""
+        numbers = [bound.get("sample") for bound in self.families[files, ()].members.values()]
+        return len(set(numbers)) == len(numbers) > 1 and len(set(ids)) == len(ids)
+
     def has_batches(self, states: Leaf) -> bool:
         """Return whether the numbers of files may be those of batches, by the rows in them and in a table."""
         texts = {bound["id"] for bound in self.families[states.files, ()].members.values()}
