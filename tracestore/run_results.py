@@ -156,6 +156,7 @@ def _check_results(results: Any, where: str) -> None:
         "probes?": _items(_object({"fold": _fold} | _probe | _tested)),
         "comparisons?": _items(_object()),
         "traces": _text,
+        "answers": _optional(_text),
     })(results, where)  # fmt: skip
     names = {name for run in results.get("runs", ()) for name in run["models"]}
     if "comparisons" in results and not names <= results["models"].keys():

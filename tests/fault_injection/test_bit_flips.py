@@ -5,6 +5,9 @@ A damaged manifest loses no trace that the sources or the previous manifest hold
 
 import os
 import random
+import re
+import shutil
+from functools import partial
 
 import pytest
 
@@ -13,6 +16,7 @@ from tests.fault_injection.conftest import make_data, select_shard
 from tests.fault_injection.driver import run_convert, small_commits
 from tests.helpers import make_traces, read_all, tree_bytes, write_store
 from tracestore.errors import CorruptStoreError, TracestoreWarning
+from tracestore.store.maintain.clean import clean_store
 from tracestore.store.maintain.verify import repair_store, verify_store
 
 FLIPS = int(os.environ.get("TRACESTORE_FLIPS", "300"))
@@ -98,6 +102,71 @@ def test_repair_of_a_damaged_newest_manifest(memory_folder, monkeypatch, capsys,
     (aside,) = (store / "manifest").glob("damaged-*")
     aside.unlink()
     assert tree_bytes(store) == expected
+
+
+def require_refusal(store, name, copy):
+    """Assert that verification names a manifest that only has its copy, and that what removes files refuses."""
+    before = tree_bytes(store)
+    reason = f"missing, but its copy {copy} exists (tracestore verify {store} --repair restores it)"
+    assert verify_store(store).damaged == verify_store(store, quick=True).damaged == {name: reason}
+    calls = [partial(clean_store, older_than_s=0, dry_run=dry_run) for dry_run in (False, True)]
+    for call in (*calls, partial(tracestore.create, append=True)):
+        with pytest.raises(CorruptStoreError, match=re.escape(f"{name}: {reason}")):
+            call(store)
+    assert tree_bytes(store) == before
+
+
+def test_a_lost_newest_manifest_is_restored_from_its_copy(memory_folder):
+    """The copy proves the commit, of which nothing else may be removed until then."""
+    store = make_store(memory_folder / "lost.zarr", "none")
+    expected, newest = tree_bytes(store), max((store / "manifest").iterdir())
+    newest.unlink()
+    message = "missing, but its copy .* --repair restores it.; reading generation 4 instead"
+    with pytest.warns(TracestoreWarning, match=message), tracestore.open(store) as opened:
+        assert len(opened) == 10
+        require_refusal(store, f"manifest/{newest.name}", f"index/{newest.name}.manifest")
+        report = repair_store(store)
+    assert report.damaged == {} and report.repaired[0] == f"manifest/{newest.name} restored from its copy: missing"
+    assert tree_bytes(store) == expected
+    assert clean_store(store, older_than_s=0).removed == []
+
+
+def test_a_store_that_has_lost_all_manifests_is_not_an_empty_one(memory_folder):
+    store = make_store(memory_folder / "no_manifests.zarr", "none")
+    before = tree_bytes(store)
+    shutil.rmtree(store / "manifest")
+    for call in (tracestore.open, verify_store, lambda path: tracestore.create(path, append=True)):
+        with pytest.raises(CorruptStoreError, match=r"missing, but its copy .* --repair restores it"):
+            call(store)
+    assert repair_store(store).damaged == {}
+    with tracestore.open(store) as opened:
+        assert len(opened) == 14
+    after = tree_bytes(store)
+    assert [path for path, data in before.items() if after.get(path) != data] == ["manifest/0000000004"]
+    with tracestore.create(store, overwrite=True) as writer:
+        writer.append(make_traces(1)[0])
+    assert verify_store(store).damaged == {}
+
+
+def test_a_damaged_copy_of_a_lost_manifest_is_set_aside(memory_folder):
+    store = make_store(memory_folder / "no_copy.zarr", "none")
+    newest = max((store / "manifest").iterdir())
+    copy = store / "index" / f"{newest.name}.manifest"
+    newest.unlink()
+    os.truncate(copy, 10)
+    require_refusal(store, f"manifest/{newest.name}", f"index/{copy.name}")
+    report = repair_store(store)
+    assert report.damaged == {} and report.repaired[0] == f"index/{copy.name} set aside: no manifest"
+    assert [path.name for path in (store / "manifest").glob("damaged-*")] == [f"damaged-{newest.name}"]
+    with tracestore.open(store) as opened:
+        assert len(opened) == 10
+    with tracestore.create(store, append=True) as writer:
+        for trace in make_traces(14, tokens=lambda k: 3 + k, dim=16)[10:]:
+            writer.append(trace)
+    clean_store(store, older_than_s=0)
+    assert (
+        verify_store(store).damaged == {} and newest.exists() and (store / f"manifest/damaged-{newest.name}").exists()
+    )
 
 
 def test_repair_waits_for_readers(memory_folder):

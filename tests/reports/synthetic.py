@@ -80,6 +80,7 @@ def make_results(store):
         "config": {"epochs": NUM_EPOCHS, "seed": 42, "folds": NUM_FOLDS, "seeds": NUM_SEEDS, "lr": 0.001},
         "store": {**store.info(), "path": "store.zarr"},
         "traces": store.digest(np.arange(len(store))),
+        "answers": None,
     }
     return nan_to_none(results)
 

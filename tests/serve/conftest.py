@@ -53,6 +53,7 @@ def make_results(folder, store):
         "config": {"seed": 42},
         "store": {"path": str(store), "provenance": []},
         "traces": "",
+        "answers": None,
     }
     (folder / "results.json").write_text(json.dumps(results))
     names = ["question_id", "sample", "trace_index", "split", "fold", "seed", "label"]

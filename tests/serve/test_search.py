@@ -204,6 +204,7 @@ def test_each_training_of_a_detector_has_its_own_threshold(store, tmp_path):
     document = {
         "models": {"lstm_solo": curve | {"test": {}, "threshold": 0.0}}, "probe": {"test": {}, "threshold": 0.0},
         "config": {"seed": 42}, "store": {"path": "", "provenance": []}, "traces": "",
+        "answers": None,
         "runs": [{"fold": k, "seed": 42, "models": {"lstm_solo": curve | entry}} for k, entry in enumerate(entries)],
         "probes": [{"fold": k} | entry for k, entry in enumerate(entries)],
     }  # fmt: skip

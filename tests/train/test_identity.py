@@ -74,6 +74,28 @@ def test_another_store_of_the_same_ids_and_labels_is_refused(change, tmp_path):
     error_of(*words, "--epochs", 2, "--resume", code=2)  # one that is not finished
 
 
+def with_prompts(length):
+    return lambda traces: [trace | {"prompt_length": length} for trace in traces]
+
+
+@pytest.mark.long
+def test_other_positions_of_the_answers_are_refused_where_they_are_read(tmp_path):
+    """And compare names them. The states are the same, and so are the traces for a detector that reads last tokens."""
+    one, other = (changed(tmp_path / f"{length}.zarr", with_prompts(length)) for length in (1, 2))
+    for model in ("gnn_det_lstm", "lstm_solo"):
+        train(one, tmp_path / model, model=model)
+    error = train(other, tmp_path / "gnn_det_lstm", "--resume", model="gnn_det_lstm", check=2).stderr
+    assert "was trained on other positions of the answers; continue with the store of the run" in error
+    assert "already finished" in train(other, tmp_path / "lstm_solo", "--resume").stdout
+    last = ("--pooling", "last", "--skip", "last")
+    train(one, tmp_path / "last", *last, model="gnn_det_lstm")
+    assert "already finished" in train(other, tmp_path / "last", *last, "--resume", model="gnn_det_lstm").stdout
+    train(other, tmp_path / "other", model="gnn_det_lstm")
+    note = "was trained on other positions of the answers than"
+    assert note in command("compare", tmp_path / "gnn_det_lstm", tmp_path / "other", check=0).stdout
+    assert note not in command("compare", tmp_path / "last", tmp_path / "other", check=0).stdout
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("of", ["an older version", "a newer version"])
 def test_a_run_with_other_options_is_of_another_version(of, tmp_path):

@@ -10,6 +10,7 @@ from tracestore.evaluation.significance import compare
 from tracestore.run_results import read_results
 from tracestore.store.format.provenance import Provenance, require_compatible
 
+_DIGESTS = {"traces": "other traces of the same questions", "answers": "other positions of the answers"}
 _SAME = "train on the same store with the same --seed and --folds"
 
 
@@ -72,10 +73,11 @@ def compare_runs(
 
 
 def differences_of_traces(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return one sentence for each run on other traces than the first: of another model, dtype or attention."""
-    (first, expected), *others = ((folder, of_run["traces"]) for folder, of_run in results.items())
+    """Return sentences for runs on other traces than the first (another model, dtype or attention) or other answers."""
+    (first, expected), *others = results.items()
     return [
-        f"{folder} was trained on other traces of the same questions than {first}"
+        f"{folder} was trained on {what} than {first}"
+        for key, what in _DIGESTS.items()
         for folder, found in others
-        if found != expected
+        if None not in (found[key], expected[key]) and found[key] != expected[key]
     ]

@@ -233,7 +233,8 @@ class _Experiment:
 
     def _empty_results(self) -> dict[str, Any]:
         """Return the results without metrics. They refer to the entries, which training fills."""
-        options = self.options
+        options, used = self.options, np.concatenate([*self.splits[0].indices.values()])
+        answers = (MODELS[name].answers_digest(self.model_config, self.store, used) for name in options.models)
         results: dict[str, Any] = {
             "models": {},
             "config": {
@@ -249,7 +250,8 @@ class _Experiment:
                 for split in self.splits
             ],
             "store": self.store.info(),
-            "traces": self.store.digest(np.concatenate([*self.splits[0].indices.values()])),
+            "traces": self.store.digest(used),
+            "answers": next(filter(None, answers), None),
             "dropped_nonfinite": self.dropped,
         }
         if options.is_repeated:

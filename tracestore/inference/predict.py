@@ -97,8 +97,7 @@ class TrainedDetector:
         if MODELS[self.name].view == "sequence":
             return []
         found = {"attention": store.attention_mode, "attention_layout": store.attention_layout}
-        config = MODELS[self.name].model_config(self.config)
-        if "answer" in (config.pooling, config.skip):
+        if MODELS[self.name].reads_answers(self.config):
             found["answer_positions"] = answer_positions(store)
         return [
             f"trained on {name.replace('_', ' ')} {self.trained_on[name]!r}, this store has {value!r}"

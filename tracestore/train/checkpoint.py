@@ -25,7 +25,11 @@ from tracestore.train.config import TrainState
 BEST, LAST = CHECKPOINTS = ("best.pt", "last.pt")
 CHECKPOINT_VERSION = 7
 # Entries of the identity of a run that are digests of its data.
-_OF_STORE = {"traces": "other traces of the same questions", "split_and_labels": "another split or other labels"}
+_OF_STORE = {
+    "traces": "other traces of the same questions",
+    "answers": "other positions of the answers",
+    "split_and_labels": "another split or other labels",
+}
 
 
 @dataclass(frozen=True)

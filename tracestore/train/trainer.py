@@ -209,7 +209,8 @@ class Trainer:
             digest.update(self.split.indices[split].tobytes() + self.targets[self.split.indices[split]].tobytes())
         options = self.config.identity() | {f"model_{k}": v for k, v in asdict(self.model_config).items()}
         used = np.concatenate([self.split.indices[split] for split in SPLITS])
-        return options | {"split_and_labels": digest.hexdigest(), "traces": self.store.digest(used)}
+        answers = MODELS[self.name].answers_digest(self.model_config, self.store, used)
+        return options | {"split_and_labels": digest.hexdigest(), "traces": self.store.digest(used), "answers": answers}
 
     def _resume(self) -> tuple[TrainState, dict[str, Any] | None]:
         """Load last.pt if the run resumes. Return its state, and its result if it is finished."""

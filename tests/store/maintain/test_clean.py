@@ -14,7 +14,7 @@ from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write.record import record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
-LEFT = ("segments/0123abcd", "index/0000000009-0badcafe.zip", "columns/0000000001.zip", "index/0000000004.manifest",
+LEFT = ("segments/0123abcd", "index/0000000009-0badcafe.zip", "columns/0000000001.zip", "index/0000000000.manifest",
         ".tmp-0123456789abcdef", ".tmp-zarr.json", "manifest/.tmp-0000000003")  # fmt: skip
 
 

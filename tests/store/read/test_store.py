@@ -8,7 +8,7 @@ import pytest
 
 import tracestore
 from tests.helpers import make_trace, make_traces, read_all, run_cli, write_store
-from tracestore.errors import MissingFieldError, UsageError
+from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 
 
 def test_arrays_are_zero_copy_and_read_only(store_path):
@@ -122,3 +122,16 @@ def test_scores_and_labels_are_read_only_in_every_store(tmp_path):
             columns = store.internals.columns
             for values in (store.scores, store.labels, store.named_scores("score"), columns.groups_offsets):
                 assert not values.flags.writeable
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_store_that_was_replaced_while_it_was_open_says_so(tmp_path, is_joined):
+    """A segment that is mapped stays readable; one that was not read yet has gone with the old store."""
+    store, other = (write_store(tmp_path / name, make_traces(4), commit_after=[1]) for name in ("s.zarr", "t.zarr"))
+    with tracestore.open([store, other] if is_joined else store) as opened:
+        first = opened[0].hidden_states
+        write_store(store, make_traces(4, seed=1), overwrite=True)
+        assert np.array_equal(opened[0].hidden_states, first)
+        with pytest.raises(CorruptStoreError, match="generation 2 is gone; open the store again") as error:
+            _ = opened[3].hidden_states
+        assert str(error.value).startswith(f"{store}/manifest/" if is_joined else "manifest/")

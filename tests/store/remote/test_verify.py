@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers import command, segment_of
+import tracestore
+from tests.helpers import command, make_traces, segment_of
 from tests.malicious_inputs.stores import Store
 from tests.store.remote.stores import upload
-from tracestore.errors import UsageError
+from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.store.maintain.clean import clean_store
 from tracestore.store.maintain.verify import repair_store, verify_store
 from tracestore.store.remote.object_store import ObjectStore
 
@@ -36,6 +38,27 @@ def test_every_damaged_object_is_found(own_remote_store, local_store, tmp_path):
         repair_store(own_remote_store)
     with pytest.raises(UsageError, match="no such store"):
         verify_store(f"{own_remote_store}-not")
+
+
+@pytest.mark.long
+def test_a_lost_newest_manifest_is_found_by_its_copy(remote):
+    """Writers and clean refuse then: they would take the commit for one that never happened."""
+    with tracestore.create(remote) as writer:
+        for trace in make_traces(3):
+            writer.append(trace)
+            writer.flush()
+    objects, name = ObjectStore(remote), "manifest/0000000003"
+    data = objects.read(name)
+    objects.delete([name])
+    before = objects.list_recursive("")
+    for call in (lambda: tracestore.create(remote, append=True), lambda: clean_store(remote, older_than_s=0)):
+        with pytest.raises(
+            CorruptStoreError, match=f"{name}: missing, but its copy .*copy {remote}/index/.* to {remote}/"
+        ):
+            call()
+    assert name in verify_store(remote).damaged and objects.list_recursive("") == before
+    objects.put(name, data)
+    assert verify_store(remote).damaged == {}
 
 
 @pytest.mark.long

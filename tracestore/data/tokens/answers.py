@@ -1,10 +1,12 @@
 """Find the tokens of traces that are their answers."""
 
+import hashlib
 from collections.abc import Iterable
 
 import numpy as np
 
 from tracestore.errors import CorruptStoreError
+from tracestore.store.read import table
 from tracestore.store.read.batch_sources import primary_locations
 from tracestore.store.read.index import grouped
 from tracestore.store.read.store import TraceStore
@@ -89,6 +91,13 @@ def answer_bounds(store: TraceStore, indices: Iterable[int]) -> np.ndarray:
     for k in np.flatnonzero(bounds[:, 0] < 0).tolist():
         bounds[k] = _bounds(store[int(indices[k])])
     return bounds
+
+
+def answers_digest(store: TraceStore, indices: np.ndarray) -> str:
+    """Return a digest of the `answer_bounds` of traces, the same in every order and every store; see TraceStore.digest."""
+    hashes = table.hashes(store.internals, indices)
+    rows = np.column_stack([hashes.view(np.int64), answer_bounds(store, indices)])
+    return hashlib.blake2b(rows[np.lexsort(rows.T)].astype("<i8").tobytes(), digest_size=16).hexdigest()
 
 
 def _bounds(trace: Trace) -> tuple[int, int]:

@@ -15,6 +15,7 @@ DAMAGED_PREFIX = "damaged-"  # prefix of a manifest that `verify --repair` has s
 # Top-level folders of a store.
 TOP_FOLDERS = ("manifest", "segments", "index", "columns")
 NEWEST = "manifest/newest"  # names the newest generation for readers that cannot list a folder
+_COPY_SUFFIX = ".manifest"
 RECEIPTS = "receipts"  # plans of conversions, and what their tasks have written
 
 _ARRAYS = "|".join(schema.LARGE_ARRAYS)
@@ -100,7 +101,13 @@ def receipt(task: str) -> str:
 
 def manifest_copy(generation: int) -> str:
     """Return the path of the second copy of a manifest, which repair and verify read."""
-    return f"index/{generation:010d}.manifest"
+    return f"index/{generation:010d}{_COPY_SUFFIX}"
+
+
+def copied_generation(name: str) -> int:
+    """Return the generation whose manifest a file in the folder index/ is a copy of; 0 for other files."""
+    number = name.removesuffix(_COPY_SUFFIX)
+    return int(number) if number != name and is_generation(number) else 0
 
 
 def is_generation(name: str) -> bool:

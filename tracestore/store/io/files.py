@@ -155,6 +155,9 @@ class ReadableFiles(StoreFiles, Protocol):
             If the manifest cannot be read or is larger than max_bytes.
         """
 
+    def list_dir(self, folder: str) -> list[str]:
+        """Return the names in a folder of the store; none if it does not exist, or a web server would have to list it."""
+
     def read_small(self, path: str, max_bytes: int) -> bytes:
         """Return all bytes of a file that no manifest lists; OSError if it cannot be read.
 
@@ -214,6 +217,7 @@ class LocalFiles(ReadableFiles):
 
     def __init__(self, root: Path) -> None:
         self.root = self.location = root
+        self._pinned: tuple[int, Pin] | None = None  # the generation that was read last
 
     def generations(self) -> list[int]:
         """See ReadableFiles."""
@@ -224,6 +228,7 @@ class LocalFiles(ReadableFiles):
         path = paths.manifest(generation)
         pin = Pin(self.open(path), self.root / path)
         try:
+            self._pinned = generation, pin
             return pin.read(max_bytes), pin
         except BaseException:
             pin.close()
@@ -278,8 +283,15 @@ class LocalFiles(ReadableFiles):
             os.close(fd)
 
     def map(self, entry: FileEntry) -> MappedFile:
-        """Return a memory map of a file; see StoreFiles."""
-        return self.map_path(entry.path, entry.size)
+        """Return a memory map of a file; see StoreFiles. CorruptStoreError if another store has replaced this one."""
+        try:
+            return self.map_path(entry.path, entry.size)
+        except FileNotFoundError:
+            if self._pinned is None or not self._pinned[1].is_gone:
+                raise
+            number = self._pinned[0]
+        where = f"{self.prefix}{paths.manifest(number)}"
+        raise CorruptStoreError(f"{where}: generation {number} is gone; open the store again")
 
     def map_path(self, path: str, size: int = -1) -> MappedFile:
         """Return a memory map of a file, which may have any size if `size` is -1."""

@@ -11,7 +11,14 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.io import fsio, locks
 from tracestore.store.io.files import LocalFiles, ReadableFiles, is_same_location
-from tracestore.store.io.ownership import FolderKind, classify_folder, remove_contents, remove_own, require_removed
+from tracestore.store.io.ownership import (
+    FolderKind,
+    classify_folder,
+    remove_contents,
+    remove_own,
+    require_no_loss,
+    require_removed,
+)
 from tracestore.store.io.replacement import Replacement, open_replacement
 from tracestore.store.io.writing_folder import CommitTarget, WritingFolder, remove_abandoned, require_no_writer
 
@@ -65,7 +72,9 @@ class FolderTarget(CommitTarget):
                 # crash that any later file survives.
                 fsio.fsync_path(self.path)
             remove_abandoned(self.path)
-            if self._replacement is not None:
+            if self._replacement is None:
+                require_no_loss(self.files)
+            else:
                 self._own_lock = lock
                 self.is_begun = self._replacement.begin(lock)
                 self._writing = WritingFolder(self.path)

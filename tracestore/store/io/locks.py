@@ -125,7 +125,12 @@ class Pin:
         except BaseException:
             os.close(fd)
             raise
-        self._fd = fd
+        self._fd, self._path = fd, path
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the pinned manifest has lost its name: the store was replaced."""
+        return self._fd >= 0 and not is_same_file(self._fd, self._path)
 
     def read(self, max_bytes: int) -> bytes:
         """Return the bytes of the pinned manifest; raise ValueError if there are more than `max_bytes`."""

@@ -14,7 +14,7 @@ from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import paths
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.io.destinations import require_outside_stores
-from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, not_regular_error, parse_location
+from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, ReadableFiles, not_regular_error, parse_location
 from tracestore.store.io.fsio import retry_eintr
 
 # Files of a store whose creation did not finish.
@@ -162,6 +162,27 @@ def has_manifest(store: Path) -> bool:
                 files.load_manifest(number)
                 return True
     return False
+
+
+def lost_generations(files: ReadableFiles) -> list[int]:
+    """Return the generations that were committed but have lost their manifest, newest first.
+
+    Each is newer than every manifest and has a copy of its own, which a commit writes after the manifest.
+    """
+    copies = map(paths.copied_generation, files.list_dir("index"))
+    copied = sorted(copies, reverse=True)  # Before the manifests are listed: a writer may commit meanwhile.
+    names = (name.removeprefix(paths.DAMAGED_PREFIX) for name in files.list_dir("manifest"))
+    newest = max((int(name) for name in names if paths.is_generation(name)), default=0)
+    return [number for number in copied if number > newest]
+
+
+def require_no_loss(files: ReadableFiles) -> None:
+    """Raise CorruptStoreError if the store has `lost_generations`."""
+    for number in lost_generations(files):
+        name, copy, place = paths.manifest(number), paths.manifest_copy(number), files.location
+        command = f"tracestore verify {shlex.quote(str(place))} --repair restores it"
+        advice = command if isinstance(place, Path) else f"copy {place}/{copy} to {place}/{name}"
+        raise CorruptStoreError(f"{name}: missing, but its copy {copy} exists ({advice})")
 
 
 def remove_own(store: Path, path: str) -> bool:

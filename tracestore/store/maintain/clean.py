@@ -14,7 +14,7 @@ from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
 from tracestore.store.format import paths
 from tracestore.store.io import fsio, locks
 from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
-from tracestore.store.io.ownership import FolderKind, classify_folder, remove_own
+from tracestore.store.io.ownership import FolderKind, classify_folder, remove_own, require_no_loss
 from tracestore.store.read.generation import open_generation
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def clean_store(
     UsageError
         If there is no store.
     CorruptStoreError
-        If a generation is damaged, so that its files are unknown.
+        If a generation is damaged or lost, so that its files are unknown.
     StoreLockedError
         If another process holds the lock of the store.
     """
@@ -87,6 +87,7 @@ def _units(store: Path) -> Iterable[str]:
 
 def _named(files: ReadableFiles) -> set[str]:
     """Return the paths of all files of all generations, and the folders of their segments."""
+    require_no_loss(files)
     named = {paths.NEWEST}
     for number in files.generations():
         try:

@@ -14,6 +14,7 @@ from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import MAX_ROOT_BYTES, ReadableFiles, StoreFiles
+from tracestore.store.io.ownership import require_no_loss
 from tracestore.store.maintain.consistency import ConsistencyChecker, collect_damage, reason_of
 from tracestore.store.read.index import SegmentEntry, StoreIndex, part_segments
 from tracestore.store.read.segment import SegmentReader
@@ -139,6 +140,8 @@ class StoreVerifier(ABC):
         else:
             self._check_contents(manifests, listed)
         self._check_root(manifests)
+        with collect_damage(report.damaged, "manifest"):
+            require_no_loss(self.files)
         report.leftovers = self._leftovers({*small, *copies, *entries, *(s.rows.path for s in segments.values())})
         return report
 

@@ -2,9 +2,9 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from tracestore._core.kernels import crc32c, crc32c_combine
@@ -14,7 +14,7 @@ from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.io import fsio, locks
 from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, parse_location
-from tracestore.store.io.ownership import has_manifest
+from tracestore.store.io.ownership import has_manifest, lost_generations, require_no_loss
 from tracestore.store.maintain.consistency import reason_of
 from tracestore.store.maintain.verifier import StoreVerifier, VerifyReport
 from tracestore.store.read.columns import read_columns
@@ -82,6 +82,7 @@ def _pin_newest(files: LocalFiles, stack: ExitStack) -> list[int]:
     for attempt in range(ATTEMPTS):
         numbers = files.generations()[:2] if files.root.is_dir() else []
         if not numbers:
+            require_no_loss(files)
             raise files.no_store_error()
         try:
             for path in map(paths.manifest, numbers):
@@ -116,8 +117,18 @@ def verify_store(
         return verifier.run(_pin_newest(files, stack))
 
 
+@contextmanager
+def _unread(files: LocalFiles, number: int) -> Iterator[None]:
+    """Keep readers from opening a damaged generation during the block; StoreLockedError if one has it open."""
+    with ExitStack() as stack:
+        with suppress(FileNotFoundError):  # Of a lost generation there is nothing to open.
+            if not stack.enter_context(locks.try_exclusive(files.open(paths.manifest(number)))):
+                raise StoreLockedError(f"{files.root}: a reader has the damaged generation {number} open")
+        yield
+
+
 def _restore(store: Path, number: int) -> bool:
-    """Replace a damaged manifest by its copy, if every file that the copy names exists."""
+    """Replace a damaged or missing manifest by its copy, if every file that the copy names exists."""
     files = LocalFiles(store)
     try:
         data = files.read_small(paths.manifest_copy(number), mf.MAX_MANIFEST_BYTES)
@@ -126,11 +137,10 @@ def _restore(store: Path, number: int) -> bool:
         read_columns(files, manifest)
     except (OSError, CorruptStoreError):
         return False
-    path = paths.manifest(number)
-    with locks.try_exclusive(files.open(path)) as free:
-        if not free:
-            raise StoreLockedError(f"{store}: a reader has the damaged generation {number} open")
-        fsio.replace_file(store / path, data)
+    path = store / paths.manifest(number)
+    with _unread(files, number):
+        fsio.makedirs(path.parent)
+        fsio.replace_file(path, data)
     return True
 
 
@@ -148,24 +158,25 @@ def _readable(store: Path, number: int) -> mf.Manifest:
 
 
 def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
-    """Make a store with a damaged newest manifest writable again.
+    """Make a store with a damaged or lost newest manifest writable again.
 
-    The manifest is restored from its copy. If the copy is damaged too, the manifest is renamed, so that its
-    predecessor becomes the newest. Other damage is reported, not repaired.
+    The manifest is restored from its copy. If the copy is damaged too, the manifest, or the copy of a lost one, is
+    renamed, so that its predecessor becomes the newest. Other damage is reported, not repaired.
     """
     path = parse_location(store)
     if not isinstance(path, Path):
         raise UsageError(f"{path}: --repair is for stores on this machine: merge the intact traces into a new store")
     files = LocalFiles(path)
-    if not path.is_dir() or not (LocalFiles(path).has_root() or has_manifest(path)) or not files.generations():
+    is_store = path.is_dir() and (files.has_root() or has_manifest(path))
+    if not is_store or not (files.generations() or lost_generations(files)):
         raise UsageError(f"{path}: no such store")
     with fsio.map_os_errors(path):
         lock = locks.WriterLock(path)
     repaired = []
     try:
-        numbers = files.generations()
-        whole = None
-        for number in numbers:
+        lost = lost_generations(files)
+        whole, aside = None, dict[int, str]()
+        for number in [*lost, *files.generations()]:
             try:
                 whole = _readable(path, number)
                 break
@@ -175,17 +186,15 @@ def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
                 repaired.append(f"{paths.manifest(number)} restored from its copy: {reason}")
                 whole = _readable(path, number)
                 break
-            repaired.append(f"{paths.manifest(number)} set aside: {reason}")
+            aside[number] = paths.manifest_copy(number) if number in lost else paths.manifest(number)
+            repaired.append(f"{aside[number]} set aside: {'no manifest' if number in lost else reason}")
         if whole is None:
             raise CorruptStoreError(f"{path}: no generation is readable; nothing was changed")
-        for number in numbers:
-            if number > whole.generation:
-                name = path / paths.manifest(number)
-                with locks.try_exclusive(files.open(paths.manifest(number))) as free:
-                    if not free:
-                        raise StoreLockedError(f"{path}: a reader has the damaged generation {number} open")
-                    fsio.retry_eintr(os.rename, name, name.with_name(f"{paths.DAMAGED_PREFIX}{name.name}"))
-                fsio.fsync_path(name.parent)
+        for number, name in aside.items():
+            place = path / paths.manifest(number)
+            with _unread(files, number):
+                fsio.retry_eintr(os.rename, path / name, place.with_name(f"{paths.DAMAGED_PREFIX}{place.name}"))
+            fsio.fsync_path(place.parent)
         expected = root_metadata(whole.attributes)
         if not _is_root(files, expected):
             if (path / "zarr.json").is_dir():

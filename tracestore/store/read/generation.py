@@ -1,16 +1,19 @@
 """Choosing the generation that a reader sees, and pinning it."""
 
+import os
 import time
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from tracestore.errors import CorruptStoreError, TracestoreWarning
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.io.files import ReadableFiles
 from tracestore.store.io.locks import Pin
+from tracestore.store.io.ownership import require_no_loss
 from tracestore.store.read.columns import Columns, MappedColumns, join_columns
 from tracestore.store.read.index import StoreIndex
 
@@ -71,10 +74,21 @@ def open_generation(files: ReadableFiles, number: int) -> PinnedGeneration:
     return PinnedGeneration(manifest, index, columns, pin)
 
 
+def _next_loss(files: ReadableFiles, newest: int) -> CorruptStoreError | None:
+    """Return the error of a lost generation that follows the newest one; a server, which takes time, is not asked."""
+    place = files.location
+    if isinstance(place, Path) and os.path.lexists(place / paths.manifest_copy(newest + 1)):
+        try:
+            require_no_loss(files)
+        except CorruptStoreError as error:
+            return error
+    return None
+
+
 def open_latest(files: ReadableFiles, preferred: int | None = None) -> PinnedGeneration:
     """Open the generation `preferred` if it still exists, else the newest one that is intact.
 
-    A TracestoreWarning reports that the newest generation is damaged.
+    A TracestoreWarning reports that the newest generation is damaged or lost.
     """
     if preferred is not None:
         try:
@@ -89,6 +103,7 @@ def open_latest(files: ReadableFiles, preferred: int | None = None) -> PinnedGen
             files.require_root()
             raise
         if not numbers:
+            require_no_loss(files)
             raise files.no_store_error()
         problem: CorruptStoreError | None = None
         found: PinnedGeneration | None = None
@@ -104,7 +119,9 @@ def open_latest(files: ReadableFiles, preferred: int | None = None) -> PinnedGen
                     break  # A writer has removed it: a newer generation exists.
                 problem = problem or CorruptStoreError(f"{paths.manifest(number)}: missing")
         if problem is None and found is not None:
-            return found
+            problem = _next_loss(files, numbers[0])
+            if problem is None:
+                return found
         if problem is not None and files.generations()[:1] == numbers[:1]:
             if found is None:
                 files.require_root()

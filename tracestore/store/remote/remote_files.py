@@ -93,6 +93,10 @@ class RemoteFiles(ReadableFiles):
             return self.own_manifest.to_bytes(), None
         return self.read_small(paths.manifest(generation), max_bytes), None
 
+    def list_dir(self, folder: str) -> list[str]:
+        """See ReadableFiles."""
+        return self.object_store.list_dir(folder) if self.object_store.can_list else []
+
     def read_small(self, path: str, max_bytes: int) -> bytes:
         """See ReadableFiles."""
         return self.object_store.read(path, max_bytes)
