@@ -3,10 +3,12 @@
 import argparse
 import re
 import string
+import unicodedata
 
 _UNITS = {"": 1, "B": 1}
 for _k, _letter in enumerate("KMGT", 1):
     _UNITS |= {f"{_letter}B": 1000**_k, f"{_letter}IB": 1024**_k, _letter: 1024**_k}
+_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
 
 
 def parse_size(text: str) -> int:
@@ -38,6 +40,11 @@ def squad_words(text: str) -> list[str]:
     """
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def folded(text: str) -> str:
+    """Return a text without what is no difference between texts: blanks, case and forms of characters."""
+    return " ".join(unicodedata.normalize("NFKC", text).translate(_QUOTES).split()).casefold()
 
 
 def format_p(value: float | None) -> str:

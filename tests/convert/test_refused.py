@@ -170,6 +170,52 @@ def test_answers_of_another_file_of_the_same_name_join_no_question(tmp_path):
     assert len(read_list(store)) == 1
 
 
+# The samples and questions of the traces of files that are converted one after the other; the last one is refused.
+OTHER_QUESTIONS = {
+    "in a file": [{"a": [(0, "Who?"), (1, "Where?")]}],
+    "in a run": [{"a": [(1, "Who?")], "b": [(0, None)], "c": [(2, "Where?")]}],
+    "in two runs": [{"a": [(0, "Who?")]}, {"a": [(1, "Where?")]}],
+    "the first answer": [{"a": [(1, "Who?")]}, {"b": [(0, "Where?")]}],
+}
+
+
+@pytest.mark.parametrize("flags", [[], ["--workers", 2], ["--codec", "zstd"], ["--on-conflict", "keep-first"]])
+@pytest.mark.parametrize("case", OTHER_QUESTIONS)
+def test_answers_to_other_questions_join_no_question(tmp_path, monkeypatch, case, flags):
+    monkeypatch.setattr(cutting, "MIN_BYTES", 1)
+    store, expected = tmp_path / "s.zarr", []
+    for number, files in enumerate(OTHER_QUESTIONS[case]):
+        data = tmp_path / str(number)
+        for name, traces in files.items():
+            write_pickle(data / f"{name}.pkl", [of_sample(*trace) for trace in traces])
+            expected += [sample for sample, _ in traces]
+        if number == len(OTHER_QUESTIONS[case]) - 1:
+            for words in [flags, [*flags, "--dry-run"]]:
+                message = error_of("convert", data, store, *words, code=3)
+                assert "question: found 'Where?', expected that of sample " in message
+                assert "of question id 'q1', 'Who?' (an answer to another question needs another id" in message
+            convert(data, store, *flags, "--skip-bad")
+        else:
+            convert(data, store, *flags)
+    assert [(t.question_id, t.sample) for t in tracestore.open(store)] == [("q1", sample) for sample in expected[:-1]]
+    assert [entry["field"] for entry in read_list(store)] == ["question"]
+
+
+def of_sample(sample, question):
+    trace = make_trace(1, seed=sample) | {"sample": sample, "question": question}
+    return trace if question else without(trace, "question")
+
+
+@pytest.mark.parametrize("choice", ["keep-first", "keep-last"])
+def test_a_trace_with_another_question_replaces_no_answer(tmp_path, choice):
+    store, path = tmp_path / "s.zarr", tmp_path / "a.pkl"
+    convert(write_pickle(path, [of_sample(0, "Who?"), of_sample(1, "Who?")]), store)
+    write_pickle(path, [of_sample(0, "Where?") | {"tokens": np.arange(2)}, of_sample(2, "Where?")])
+    message = error_of("convert", path, store, "--on-conflict", choice, code=3)
+    assert f"trace {choice == 'keep-first':d}, question: found 'Where?', expected that of sample" in message
+    assert [(t.sample, t.question) for t in tracestore.open(store)] == [(0, "Who?"), (1, "Who?")]
+
+
 def test_a_conflict_with_another_writer_ends_a_conversion(tmp_path, monkeypatch, capsys):
     """Also with --skip-bad: a commit leaves complete sources out. The next run reads them again."""
     data, store, commit = tmp_path / "data", tmp_path / "s.zarr", StoreWriter.commit

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -36,6 +37,7 @@ from tracestore.store.format import paths
 from tracestore.store.format.zip_group import ZipGroup, pack_group
 from tracestore.store.io import shard_writer
 from tracestore.store.maintain.verify import verify_store
+from tracestore.store.write.written import TraceBlock
 from tracestore.tasks import Receipt, Task, commit_tasks, plan_tasks, receipt, write_task
 from tracestore.tasks import task_plan as plan
 from tracestore.tasks.task_files import write_tasks
@@ -203,6 +205,22 @@ def test_a_refused_source_keeps_those_before_it(data, tmp_path):
     write_pickle(data / "batch_3.pkl.gz", [make_trace(30)])
     run_tasks(data, tmp_path / "s.zarr")
     assert len(tracestore.open(tmp_path / "s.zarr")) == 21
+
+
+@pytest.mark.parametrize("questions", ["AAA A-A", "ABA", "A AB", "AA B", "A - B", "-A AB"])
+def test_blocks_hold_the_answers_to_one_question(tmp_path, monkeypatch, questions):
+    """Only those to other questions are added trace by trace. - is a blank question, and a blank ends a file."""
+    sample = itertools.count()
+    for name, file in enumerate(questions.split()):
+        traces = [make_trace(0, seed=(k := next(sample))) | {"sample": k, "question": q.strip("-")} for q in file]
+        write_pickle(tmp_path / "data" / f"{name}.pkl", traces)
+    if "B" in questions:
+        with pytest.raises(InvalidInputError, match=r"question: found 'B', expected that of sample . .* 'A' "):
+            run_tasks(tmp_path / "data", tmp_path / "s.zarr")
+        return
+    monkeypatch.delattr(TraceBlock, "trace")
+    run_tasks(tmp_path / "data", tmp_path / "s.zarr")
+    assert [t.sample for t in tracestore.open(tmp_path / "s.zarr")] == list(range(next(sample)))
 
 
 @pytest.mark.parametrize("write", [tracestore.convert_files, run_tasks])

@@ -70,6 +70,8 @@ _ADVICE = {  # by the field of an error
     "where that changed, --overwrite converts all files again",
     "question_id": " (a line for question_id may add what tells them apart, see --on-conflict for one trace that changed, "
     "--overwrite after a line that has changed)",
+    "question": ' (an answer to another question needs another id, such as question_id = "={folder}_{id}" in a layout; '
+    "--overwrite after a question that has changed)",
     "labels": " (--on-conflict replaces or keeps the stored one)",
 }
 

@@ -613,6 +613,18 @@ def test_rule_10_each_id_and_sample_once(tmp_path, ids):
     refuse(tmp_path, ROWS, "occurs twice|two values")
 
 
+@pytest.mark.parametrize("question", ["  WHY\n", None, "Who"])
+def test_rule_10_an_id_has_one_question(tmp_path, question):
+    """[`q1.pt` of two runs, one with a number of its answer]"""
+    write_rows(tmp_path, question=lambda k: ("why", "why", question)[k], n=lambda k: k)
+    layout = ROWS | {"question_id": "=q", "sample": "*.pkl : [id=id]/n", "question": "*.pkl : [id=id]/question"}
+
+    if question == "Who":
+        refuse(tmp_path, layout, "trace 2, question: found 'Who', expected that of sample 0 of question id 'q', 'why'")
+    else:
+        assert [*convert(tmp_path, layout)] == [("q", k) for k in range(3)]
+
+
 def test_rule_10a_hidden_names_are_left_out_and_links_to_folders_not_followed(tmp_path):
     write_rows(tmp_path)
     for name in (".hidden.pkl", "~a.pkl", "__MACOSX/a.pkl"):

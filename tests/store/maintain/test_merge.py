@@ -124,6 +124,18 @@ def test_incompatible_stores_and_conflicting_traces_are_refused(tmp_path):
     assert verify_store(tmp_path / "m.zarr").damaged == {}
 
 
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_answers_to_another_question_are_not_merged(tmp_path, codec):
+    questions = ["Who?", "who?", "Where?"]
+    stores = [
+        write_store(tmp_path / f"{k}.zarr", [make_trace(0, seed=k) | {"sample": k, "question": question}], codec=codec)
+        for k, question in enumerate(questions)
+    ]
+    with pytest.raises(InvalidInputError, match=r"2.zarr.*, question: found 'Where\?', expected that of sample 0 of"):
+        merge_stores(stores, tmp_path / "m.zarr")
+    assert [t.question for t in tracestore.open(tmp_path / "m.zarr")] == ["Who?", "who?"]
+
+
 def cli(*args, check=0):
     return command(*args, check=check)
 

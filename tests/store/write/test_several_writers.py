@@ -110,6 +110,19 @@ def test_conflicts_are_decided_when_the_second_one_commits(tmp_path, on_conflict
     check(path, traces)
 
 
+def test_samples_of_two_writers_answer_one_question(tmp_path):
+    path, traces = tmp_path / "s.zarr", [make_trace(0, seed=k) | {"sample": k, "question": "Who?"} for k in range(4)]
+    with StoreWriter(path) as one, StoreWriter(path) as other:
+        add_source(one, "a", traces[:1])
+        add_source(other, "b", traces[1:2])
+        add_source(other, "c", [make_trace(1), traces[2] | {"question_id": "q2"}])
+        add_source(one, "d", [traces[3] | {"question_id": "q2", "question": "Where?"}])
+        one.commit()
+        with pytest.raises(LateConflictError, match=r"c, trace 1, question: found 'Who\?', .*'Where\?'"):
+            other.commit()
+    assert [(t.question_id, t.sample) for t in tracestore.open(path)] == [("q0", 0), ("q2", 3), ("q0", 1)]
+
+
 def test_a_source_whose_duplicate_was_refused_is_refused(tmp_path):
     """Its trace was left out for one that is not committed."""
     path, traces = tmp_path / "s.zarr", make_traces(2)

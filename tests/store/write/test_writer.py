@@ -98,6 +98,50 @@ def test_samples_of_one_question_are_separate_traces(tmp_path):
 
 
 @pytest.mark.parametrize("is_committed", [False, True])
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0), (7, 2)])
+def test_samples_of_one_id_answer_one_question(tmp_path, first, second, is_committed):
+    def of_sample(sample, **fields):
+        return make_trace(0, seed=sample) | {"sample": sample, **fields}
+
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for trace in (
+            of_sample(first, question="Who  wrote \u201cCafe\u0301\u201d?"),
+            of_sample(3),
+            of_sample(4, question=" \n"),
+            of_sample(5) | {"question_id": "q1", "question": "Where?"},
+            of_sample(second, question='who wrote "Caf\u00e9"?'),
+        ):
+            if trace["sample"] == second:
+                with pytest.raises(
+                    InvalidInputError, match=f"found 'Where', .* sample {first} of question id 'q0', 'Who"
+                ):
+                    writer.append(trace | {"question": "Where"})
+            writer.append(trace)
+            if is_committed:
+                writer.flush()
+    assert [t.sample for t in tracestore.open(tmp_path / "s.zarr")] == [first, 3, 4, 5, second]
+
+
+def test_questions_that_end_differently_are_others(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.append(make_trace(0) | {"question": "context " * 50 + "Who?"})
+        with pytest.raises(InvalidInputError, match=r"'q0', 'context .*', which ends differently$"):
+            writer.append(make_trace(0) | {"question": "context " * 50 + "Where?", "sample": 1})
+
+
+@pytest.mark.parametrize("question", ["Who?", "Where?"])
+def test_a_question_that_a_file_adds_to_a_trace_is_that_of_its_samples(tmp_path, question):
+    trace = make_trace(0) | {"sample": 1}
+    last = np.stack(trace["hidden_states"])[:, -1]
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.append({"question_id": "q0", "last_token": last, "question": "Who?"})
+        writer.append({"question_id": "q0", "last_token": last, "sample": 1})
+        with nullcontext() if question == "Who?" else pytest.raises(InvalidInputError, match=r"found 'Where\?'"):
+            writer.append(trace | {"question": question})
+    assert tracestore.open(tmp_path / "s.zarr")[1].question == ("Who?" if question == "Who?" else None)
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
 def test_a_trace_that_exists_gets_the_values_that_are_appended(tmp_path, is_committed):
     with tracestore.create(tmp_path / "s.zarr") as writer:
         writer.append(make_trace(0), score=0.5)

@@ -1,7 +1,6 @@
 """Columns of values by what they bind, their values for one trace, and checks of what was joined."""
 
 import itertools
-import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.field_values import field_error
 from tracestore.store.write.record import TraceRecord
+from tracestore.words import folded
 
 # Keys that hold the text of a field.
 _QUESTION = ("question",)
@@ -27,7 +27,6 @@ _ROW_TEXTS = {
     **dict.fromkeys(("question", "prompt"), _QUESTION),
     **dict.fromkeys((*ANSWER_FIELDS, "response", "completion", "generation"), ANSWER_FIELDS),
 }
-_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
 _MAX_CACHED = 1 << 20  # numbers of an array along N that are read at once
 # Up to this many bytes of arrays wait for the rest of their traces without a copy: a trace for each row needs none.
 _WAITING_BYTES = 16 << 20
@@ -279,7 +278,7 @@ class RowTexts:
             texts = self._texts.get(path) or self._texts.setdefault(path, self._new(prefix, key, bound))
             if texts.fields and isinstance(value, str) and value.strip():
                 texts.rows[tuple(bound[name] for name in texts.names)] = value
-                texts.found.add(_folded(value))
+                texts.found.add(folded(value))
         elif "N" in bound and (value is None or isinstance(value, str)):
             self._hashes.setdefault(f"{prefix}{key}", array("q")).append(hash(value and key_text(value)))
 
@@ -319,7 +318,7 @@ class RowTexts:
                 f"{where} of {path} is {shown!r}, and the trace has {expected!r}: rows "
                 f'in another order? ignore = ["{path}"] if not'
             )
-            if ("K" not in environment) if "N" in names else (_folded(own[0]) in found):
+            if ("K" not in environment) if "N" in names else (folded(own[0]) in found):
                 raise InvalidInputError(message)
             if "N" not in names and len(messages := self._differing.setdefault(path, [])) < 2:
                 messages.append(message)
@@ -375,13 +374,9 @@ def _key(names: Iterable[str], bound: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(bound.get(name) for name in names)
 
 
-def _folded(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).translate(_QUOTES).split()).casefold()
-
-
 def texts_agree(one: str, two: str) -> bool:
     """Return whether two texts are equal, or one is in the other; blanks, case and forms of a character are no difference."""
-    one, two = _folded(one), _folded(two)
+    one, two = folded(one), folded(two)
     return one in two or two in one
 
 

@@ -11,7 +11,8 @@ from tracestore.store.io.writing_folder import CommitTarget
 from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.read.generation import PinnedGeneration
 from tracestore.store.read.index import SourceEntry, StoreIndex
-from tracestore.store.write.keys import ComparedTrace, KeyResolver, OnConflict, groups_of
+from tracestore.store.write.compared import ComparedTrace, Samples
+from tracestore.store.write.keys import KeyResolver, OnConflict, groups_of
 from tracestore.store.write.pack import PackedTrace, fit_attributes
 from tracestore.store.write.pending import (
     Entry,
@@ -65,6 +66,7 @@ class Changes:
         self.joined: dict[tuple[str, int], TraceValues] = {}
         self._sources: dict[str, list[SourceEntry]] = {}  # those of each path that differ, the newest one last
         self._paths: list[str] = []  # of all sources
+        self._samples = Samples()
         self.moved: dict[str, str] = {}
         # The first content and values of committed traces that others have replaced.
         self._past: dict[int, tuple[ComparedTrace, TraceValues]] = {}
@@ -73,7 +75,7 @@ class Changes:
         """Begin without changes on a generation; the keys of its first sources are known."""
         self._generation = generation
         if num_known == 0:
-            self._sources, self._paths = {}, []
+            self._sources, self._paths, self._samples = {}, [], Samples()
         for source in generation.index.sources(num_known):
             known = [s for s in self._sources.get(source.path, ()) if source.fingerprint not in ("", s.fingerprint)]
             self._sources[source.path] = [*known, source]
@@ -86,7 +88,14 @@ class Changes:
         self._undo: list[Callable[[], None]] | None = None
         self._pending = Pending()
         self.keys = KeyResolver(
-            self.target.files, self.index, self._paths, self._pending, self._on_conflict, self.read_columns, self._past
+            self.target.files,
+            self.index,
+            self._paths,
+            self._pending,
+            self._on_conflict,
+            self.read_columns,
+            self._past,
+            self._samples,
         )
         self.keys.moved = self.moved
 
@@ -361,7 +370,7 @@ class Changes:
             block.fit_attributes(self.attributes)
         except InvalidInputError:
             return False
-        return self.keys.are_new(block.keys)
+        return self.keys.are_new(block)
 
     def append_block(self, block: TraceBlock) -> None:
         """Add a block for which fits() is true to the open source, with its scores, labels and groups."""

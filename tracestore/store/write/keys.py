@@ -1,13 +1,9 @@
 """Resolution of a trace's key: whether the store has it already, and what a second trace of it adds."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
 from itertools import count
-from typing import Any, Literal, NamedTuple, TypeVar
-
-import numpy as np
+from typing import Any, Literal, TypeVar
 
 from tracestore.errors import InvalidInputError
 from tracestore.store.format import manifest as mf
@@ -16,6 +12,7 @@ from tracestore.store.io.files import StoreFiles
 from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
+from tracestore.store.write.compared import ComparedTrace, ComparedQuestion, Questions, Samples, fields_of
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.pending import Key, Pending
 from tracestore.store.write.record import TraceRecord, read_record
@@ -24,29 +21,6 @@ from tracestore.store.write.written import TraceBlock
 OnConflict = Literal["error", "keep-first", "keep-last"]
 Place = TypeVar("Place")
 Value = TypeVar("Value")
-
-
-class ComparedTrace(NamedTuple):
-    """Hold what another trace of the same key is compared with.
-
-    Attributes
-    ----------
-    graph_crc, sequence_crc : int
-        See PackedTrace.
-    fields : dict
-        What it holds besides its arrays: numbers, and digests of texts and lists, which may be large.
-    """
-
-    graph_crc: int
-    sequence_crc: int
-    fields: dict[str, Any]
-
-    @classmethod
-    def of(cls, trace: PackedTrace) -> "ComparedTrace":
-        """Return that of a trace."""
-        if trace.segment is not None:
-            trace = trace.segment.packed(trace.row)
-        return cls(trace.graph_crc, trace.sequence_crc, _fields(trace.record, trace.extras))
 
 
 class KeyResolver:
@@ -73,9 +47,11 @@ class KeyResolver:
         on_conflict: OnConflict,
         read_columns: Callable[[], Columns],
         past: dict[int, tuple[ComparedTrace, TraceValues]],
+        samples: Samples,
     ) -> None:
         self._files, self._index, self._paths, self._pending = files, index, paths, pending
         self.on_conflict, self._read_columns, self._earlier = on_conflict, read_columns, past
+        self._questions = Questions(index, samples, self._question)
         self.past: dict[int, tuple[ComparedTrace, TraceValues]] = {}
         self.moved: Mapping[str, str] = {}
         self.lacks_texts = False
@@ -93,16 +69,18 @@ class KeyResolver:
         """Begin a source. `undo` receives a function for each change; their reverse order reverts the source."""
         self._undo, self.num_conflicts = undo, 0
 
-    def are_new(self, keys: Sequence[tuple[str, int]]) -> bool:
-        """Return whether the keys differ, and no committed or pending trace has one of them."""
-        if len(set(keys)) < len(keys) or not self._pending.keys.keys().isdisjoint(keys):
+    def are_new(self, block: TraceBlock) -> bool:
+        """Return whether the keys of a block differ, no trace has one of them, and samples answer one question."""
+        keys = block.keys
+        if len(set(keys)) < len(keys) or not self._pending.keys.keys().isdisjoint(keys) or self._index.has_any(keys):
             return False
-        return not self._index.has_any(keys)
+        return self._questions.fit(block)
 
     def add_new(self, block: TraceBlock, source: int) -> None:
         """Add the traces of a block with new keys to the pending changes, as rows of a source."""
         pending = self._pending
         pending.keys.update(zip(block.keys, count(len(pending.rows))))
+        self._questions.added.add(block.keys if block.rows["sample"].any() else ())
         pending.rows.extend(block, source)
 
     def resolve_new(self, trace: PackedTrace) -> set[int]:
@@ -111,12 +89,13 @@ class KeyResolver:
         Raises
         ------
         InvalidInputError
-            If the key exists with different content and `on_conflict` is "error".
+            If the key exists with different content and `on_conflict` is "error", or another sample has another question.
         """
         record, self._kept, self.lacks_texts = trace.record, None, False
         provided = groups_of(trace)
         stored = self._stored_location(record)
         if stored is None:
+            self._questions.check(trace, self._is_numbered(record))
             return set(provided)
         missing: set[int] = set()
         difference = None
@@ -140,21 +119,28 @@ class KeyResolver:
             difference = next((name for name in names if given.get(name) != kept.get(name)), None)
             self.lacks_texts = bool(kept.keys() - given.keys())
         if difference is None:
+            if mf.GROUP_GRAPH in missing:  # whose texts are those of the trace from now on
+                self._questions.check(trace, self._is_numbered(record))
             return missing
         if self.on_conflict == "error":
             raise InvalidInputError(
                 f"found a second trace of question id {record.question_id!r} (sample {record.sample}) with different "
                 f"content ({difference}), expected one trace per key",
                 field="question_id",
-                # Ids made of positions tell nothing if the file is another one of the same name.
-                is_whole_source=record.question_id.startswith(f"{self._pending.sources[-1].path}:"),
+                is_whole_source=self._is_numbered(record),
             )
+        if self.on_conflict == "keep-last":
+            self._questions.check(trace, self._is_numbered(record))
         self.num_conflicts += 1
         if self.on_conflict != "keep-last":
             return set()
         # A trace is replaced as a whole: graph, last tokens and values of different traces do not belong together.
         self._kept = self._kept_values(trace, stored)
         return {*provided, *(group for group, name in enumerate(mf.GROUP_NAMES) if stored[f"{name}_segment"] >= 0)}
+
+    def _is_numbered(self, record: TraceRecord) -> bool:
+        """Return whether an id is made of a position, which tells nothing if the file is another one of the same name."""
+        return record.question_id.startswith(f"{self._pending.sources[-1].path}:")
 
     def _kept_values(self, trace: PackedTrace, stored: Mapping[str, int]) -> TraceValues:
         """Return the values of a key for a trace that replaces its own one: those of before, if it had this content then.
@@ -167,7 +153,8 @@ class KeyResolver:
                 self._stored_crc(stored, name) if stored[f"{name}_segment"] >= 0 else 0 for name in mf.GROUP_NAMES
             )
             values = TraceValues(columns.scores_of(index), float(columns.labels[index]), columns.group(index))
-            self.past[index] = ComparedTrace(graph, sequence, self._stored_fields(stored)), values
+            compared = ComparedTrace(graph, sequence, self._stored_fields(stored), self._stored_question(stored))
+            self.past[index] = compared, values
         scores = dict.fromkeys(columns.scores, math.nan)
         past = self._earlier.get(index) or self.past.get(index)
         if past is None or past[0] != ComparedTrace.of(trace):
@@ -231,18 +218,34 @@ class KeyResolver:
 
     def question_of(self, index: int) -> str | None:
         """Return the question of a committed trace, None if it has none."""
-        number, row = self._index.row(index).primary_location
+        return self._text_of(*self._index.row(index).primary_location)
+
+    def _text_of(self, number: int, row: int) -> str | None:
+        """Return the question of a row of a committed segment, None if it has none."""
         segment = self._segment(number)
         return segment.string("question", row) if segment.scalar("fields", row) & FIELD_BITS["question"] else None
 
+    def _question(self, question_id: str, sample: int) -> ComparedQuestion | None:
+        """Return the question of a stored trace; None if it has none, or there is no such trace."""
+        location = self._stored_location(Key(question_id, sample, 0, None))
+        return None if location is None else self._stored_question(location)
+
+    def _stored_question(self, location: Mapping[str, int]) -> ComparedQuestion | None:
+        number, row = _place_of_texts(location)
+        trace = self._pending_trace(number, row)
+        if isinstance(trace, ComparedTrace):
+            return trace.question
+        return ComparedQuestion.of(
+            self._text_of(number, row) if trace is None else trace.record.strings.get("question")
+        )
+
     def _stored_fields(self, location: Mapping[str, int]) -> dict[str, Any]:
-        name = "graph" if location["graph_segment"] >= 0 else "sequence"
-        number, row = location[f"{name}_segment"], location[f"{name}_row"]
+        number, row = _place_of_texts(location)
         trace = self._pending_trace(number, row)
         if trace is not None:
             return (trace if isinstance(trace, ComparedTrace) else ComparedTrace.of(trace)).fields
         segment = self._segment(number)
-        return _fields(read_record(segment, row), segment.string("extras", row))
+        return fields_of(read_record(segment, row), segment.string("extras", row))
 
     def _pending_trace(self, segment: int, row: int) -> PackedTrace | ComparedTrace | None:
         return next((s.packed(row) for s in self._pending.segments if s.number == segment), None)
@@ -279,6 +282,7 @@ class KeyResolver:
             self._change(row, changed | {"nonfinite": pending.rows.columns["nonfinite"][row] | location["nonfinite"]})
         elif index < 0:
             pending.keys[key] = len(pending.rows)
+            self._questions.added.add([key])
             pending.rows.append(record.question_id, location, given)
             return
         else:
@@ -373,28 +377,15 @@ class KeyResolver:
         self._set(pending.updates, index, pending.updates.get(index, TraceValues())._replace(label=label))
 
 
+def _place_of_texts(location: Mapping[str, int]) -> tuple[int, int]:
+    """Return segment and row of the texts of a trace."""
+    name = "graph" if location["graph_segment"] >= 0 else "sequence"
+    return location[f"{name}_segment"], location[f"{name}_row"]
+
+
 def groups_of(trace: PackedTrace) -> dict[int, int]:
     """Return the checksums of the field groups that a trace has."""
     found = {mf.GROUP_GRAPH: trace.graph_crc} if trace.has_states or "hidden_states" in trace.arrays else {}
     if trace.has_last_token or "last_token" in trace.arrays:
         found[mf.GROUP_SEQUENCE] = trace.sequence_crc
     return found
-
-
-def _fields(record: TraceRecord, extras: str) -> dict[str, Any]:
-    found = {
-        **record.strings,
-        "tokens": None if record.tokens is None else record.tokens.tolist(),
-        "tokens_decoded": None if record.tokens_decoded is None else list(record.tokens_decoded),
-        "prompt_length": record.prompt_length,
-        "extras": extras,
-        # NaN does not equal itself, so arrays are compared by their bytes.
-        **{n: v.tobytes() if isinstance(v, np.ndarray) else v for n, v in record.optional.items()},
-    }
-    return {name: _digest(v) for name, v in found.items() if v is not None and v != "" and v != []}
-
-
-def _digest(value: Any) -> Any:
-    """Return what stands for a text, a list or bytes, or another value itself."""
-    data = json.dumps(value).encode() if isinstance(value, str | list) else value
-    return blake2b(data, digest_size=16).digest() if isinstance(data, bytes) else data

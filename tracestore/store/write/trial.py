@@ -13,7 +13,7 @@ from tracestore.store.format.schema import Attributes
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.io.folder_target import FolderTarget
 from tracestore.store.read.generation import backoff
-from tracestore.store.write.keys import ComparedTrace
+from tracestore.store.write.compared import ComparedTrace
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.segment_writer import SegmentWriter
 from tracestore.store.write.writer import Options, StoreWriter

@@ -157,6 +157,12 @@ class TraceBlock:
         found: np.ndarray = self.rows["fields"] & schema.FIELD_BITS[name] != 0
         return found
 
+    def questions(self) -> Iterator[tuple[tuple[str, int], str]]:
+        """Return the keys and the texts of the questions of the traces that have one."""
+        with reading_committed(self.segment.rows.path):
+            texts = self.segment.reader.small.strings("question", self.first, self.first + len(self))
+        return compress(zip(self.keys, texts, strict=True), self.has_field("question").tolist())
+
     def labels(self) -> np.ndarray:
         """Return the labels (N,), NaN for none."""
         return np.where(self.has_value[:, 0], self.values[:, 0], np.nan)
