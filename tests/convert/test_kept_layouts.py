@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shlex
 import shutil
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.ingest.execute.folders import dump, states, table
 from tests.malicious_inputs.stores import Store
 from tracestore.convert import cutting
 from tracestore.errors import CorruptStoreError
+from tracestore.store.format.entries import Fingerprint
 from tracestore.store.maintain.lint import lint_store, lint_traces
 from tracestore.store.write.writer import StoreWriter
 
@@ -139,34 +141,200 @@ def test_a_layout_that_was_refused_reads_no_later_files(tmp_path, folder):
     assert labels(tmp_path / "s.zarr") == {"q0": 1, "q1": 0, "q2": 0}
 
 
-@pytest.mark.parametrize("is_alone", [False, True])
-def test_kept_layouts_keep_their_order_without_a_stated_one(tmp_path, is_alone):
-    """Each conversion reads new files by the newest layout that names them, also if others have none."""
-    store, values = tmp_path / "s.zarr", {}
+# Two layouts of files of one name, of which the second one gives the opposite labels, or other axes.
+STATED = {
+    "column": [
+        [
+            "hidden_states = {id}.npz : hs -> L S D",
+            f"is_correct = labels.csv : [id=id]/{own}",
+            f"ignore = labels.csv : []/{x}",
+        ]
+        for own, x in ("vz", "zv")
+    ],
+    "words": [
+        [
+            "hidden_states = {id}.npz : hs -> L S D",
+            "is_correct = labels.csv : [id=id]/w",
+            f"words.T = {own}",
+            f"words.F = {other}",
+        ]
+        for own, other in (("true", "false"), ("false", "true"))
+    ],
+    "axes": [
+        [f"hidden_states = {{id}}.npz : hs -> {axes}", "is_correct = labels.csv : [id=id]/v"]
+        for axes in ("L S D", "S L D")
+    ],
+}
 
-    def save(name):
-        values[name] = len(values) % 2
-        (tmp_path / "in").mkdir(exist_ok=True)
-        np.savez(tmp_path / f"in/{name}.npz", hs=states(2, 4, 8, seed=len(values)), x=values[name])
 
-    save("a1")
-    older = field_flags("hidden_states = {id}.npz : hs -> L S D", "correctness.q = {id}.npz : x")
-    convert(tmp_path / "in", store, *older)
-    save("b1")
-    newer = ["hidden_states = b{n}.npz : hs -> L S D", "question_id = =b{n}", "hallucination.h = b{n}.npz : x"]
-    convert(tmp_path / "in/b1.npz", store, *field_flags(*newer))
-    for name in ("b2", "b3", "b4"):
-        if is_alone:
-            (tmp_path / "in/b1.npz").unlink(missing_ok=True)
-            convert(tmp_path / "in", store)  # files of the older layout only
-        save(name)
-        convert(tmp_path / "in", store)
+def write_folder(folder, ids, kind):
+    """Write files of traces whose labels are all 1 by the layout of the folder, with their table."""
+    folder.mkdir(exist_ok=True)
+    is_second = folder.name == "b"
+    for k, name in enumerate(ids):
+        array = states(3, 3, 8, seed=k + 10 * is_second)
+        np.savez(folder / f"{name}.npz", hs=array.transpose(1, 0, 2) if kind == "axes" and is_second else array)
+    row = {"words": {"w": "F" if is_second else "T"}, "axes": {"v": 1}}.get(
+        kind, {"v": 1 - is_second, "z": int(is_second)}
+    )
+    table(folder / "labels.csv", [{"id": name} | row for name in ids])
 
-    scores = {trace.question_id: dict(trace.scores) for trace in tracestore.open(store)}
-    assert scores == {name: {"q" if name == "a1" else "h": value} for name, value in values.items()}
-    generation = tracestore.open(store).generation
-    convert(tmp_path / "in", store)
-    assert tracestore.open(store).generation == generation
+
+def convert_two(tmp_path, kind, *flags):
+    """Convert two folders, each by its own layout; return the flags of both."""
+    lines = [[*field_flags(*stated), *flags] for stated in STATED[kind]]
+    for name, own in zip("ab", lines, strict=True):
+        write_folder(tmp_path / name, [f"{name}{k}" for k in range(3)], kind)
+        convert(tmp_path / name, tmp_path / "s.zarr", *own)
+    return lines
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("kind", STATED)
+def test_each_source_keeps_its_layout(tmp_path, kind, workers):
+    """A conversion without lines read all files by the newest layout, and inverted their labels."""
+    flags = "--workers", workers
+    convert_two(tmp_path, kind, *flags)
+    before = stored_traces(tmp_path / "s.zarr")
+
+    for name in "aba":
+        assert "(3 files already in the store" in convert(tmp_path / name, tmp_path / "s.zarr", *flags).stdout
+    assert stored_traces(tmp_path / "s.zarr") == before
+
+    path = tmp_path / "a/labels.csv"
+    path.write_text(path.read_text() + "other" + path.read_text().splitlines()[-1][2:] + "\n")
+    assert "3 files skipped" not in convert(tmp_path / "a", tmp_path / "s.zarr", *flags).stdout
+    assert stored_traces(tmp_path / "s.zarr") == before
+    assert set(labels(tmp_path / "s.zarr").values()) == {1}
+    convert(tmp_path / "a", tmp_path / "s.zarr", *flags, "--overwrite")
+    assert labels(tmp_path / "s.zarr") == {f"a{k}": 1 for k in range(3)}
+
+
+@pytest.mark.parametrize("kind", STATED)
+def test_a_new_file_that_layouts_of_several_sources_fit_is_refused(tmp_path, kind):
+    lines = convert_two(tmp_path, kind)
+    for name in "ab":
+        write_folder(tmp_path / name, [f"{name}{k}" for k in range(4)], kind)
+
+    for name, own in zip("ab", lines, strict=True):
+        refused = error_of("convert", tmp_path / name, tmp_path / "s.zarr", code=3)
+        assert f"{name}3.npz: layouts of this store that differ fit it" in refused
+        pasted = [part.split(" as for ")[0] for part in refused.split("state its own layout: ")[1].split(", or ")]
+        stated = {tuple(shlex.split(part)) for part in pasted}
+        assert len(stated) == 2 and tuple(own) in stated
+        assert len(tracestore.open(tmp_path / "s.zarr")) == 6 + (name == "b")
+        convert(tmp_path / name, tmp_path / "s.zarr", *own)
+    before = stored_traces(tmp_path / "s.zarr")
+    assert set(labels(tmp_path / "s.zarr").values()) == {1}
+
+    for name in "ab":
+        convert(tmp_path / name, tmp_path / "s.zarr")
+    assert stored_traces(tmp_path / "s.zarr") == before
+
+
+def test_files_of_one_name_in_two_folders_keep_their_layouts(tmp_path):
+    for name, value in (("a", 1), ("b", 0)):
+        dump(tmp_path / name / "all.pkl", [row | {"v": value, "z": 1 - value} for row in rows(value)])
+    lines = [
+        [LINES[0], f"is_correct = *.pkl : [id=id]/{own}", f"ignore = *.pkl : [id=id]/{other}"]
+        for own, other in ("vz", "zv")
+    ]
+    for name, own in zip("ab", lines, strict=True):
+        convert(tmp_path / name, tmp_path / "s.zarr", *field_flags(*own))
+
+    for name in "ab":
+        convert(tmp_path / name, tmp_path / "s.zarr")
+        assert labels(tmp_path / "s.zarr") == {"q0": 1, "q1": 1}
+
+    dump(tmp_path / "a/all.pkl", [row | {"v": 1, "z": 0} for row in rows(1, 5)])
+    refused = error_of("convert", tmp_path / "a", tmp_path / "s.zarr", code=3)
+    assert "all.pkl: several layouts, or one that the store does not keep, have read files of this name" in refused
+
+
+def of_tool(number):
+    """Return a trace that a built-in layout reads."""
+    own = {"hidden_states": states(2, 4, 8, seed=number), "tokens": [1, 2, 3, 4], "label": 1}
+    return {"question_id": f"q{number}", **own}
+
+
+def lines_of_tool(label):
+    """Return the flags of a layout that reads the same files."""
+    keys = {"hidden_states": "hidden_states -> L S D", "tokens": "tokens", label: "label"}
+    return field_flags(*(f"{name} = *.pkl : [id=question_id]/{key}" for name, key in keys.items()))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_files_that_a_built_in_layout_has_read_are_not_read_by_a_kept_one(tmp_path, is_there):
+    for k, (name, flags) in enumerate({"a": [], "b": lines_of_tool("is_correct")}.items()):
+        dump(tmp_path / name / f"{name}.pkl", [of_tool(k)])
+        convert(tmp_path / name, tmp_path / "s.zarr", *flags)
+
+    for name in "abab":
+        convert(tmp_path / name, tmp_path / "s.zarr")
+        found = [(t.label, dict(t.scores)) for t in tracestore.open(tmp_path / "s.zarr")]
+        assert str(found) == "[(1.0, {}), (nan, {'is_correct': 1.0})]"
+
+    dump(tmp_path / "a/new.pkl", [of_tool(2)])
+    if not is_there:
+        (tmp_path / "a/a.pkl").unlink()
+    refused = error_of("convert", tmp_path / "a", tmp_path / "s.zarr", code=3)
+    assert "new.pkl: a layout that is built in fits it, too: convert it to another store for that" in refused
+
+
+def test_a_layout_that_is_stated_for_files_of_a_built_in_one_takes_its_place(tmp_path):
+    dump(tmp_path / "in/a.pkl", [of_tool(0)])
+    for flags in ([], lines_of_tool("label")):
+        convert(tmp_path / "in", tmp_path / "s.zarr", *flags)
+    dump(tmp_path / "in/b.pkl", [of_tool(1)])
+
+    convert(tmp_path / "in", tmp_path / "s.zarr")
+
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        kept = {path: Fingerprint.parse(text).layout for path, text in store.internals.index.fingerprints()}
+    assert kept["a.pkl"] == kept["b.pkl"] != ""
+
+
+def test_layouts_that_differ_in_what_they_ignore_are_one(tmp_path):
+    """A new file is read by that of the other files of its folder."""
+    lines = [STATED["axes"][0], [*STATED["axes"][0], "ignore = notes.csv"]]
+    for name, own in zip("ab", lines, strict=True):
+        write_folder(tmp_path / name, [f"{name}0"], "column")
+        (tmp_path / name / "labels.csv").write_text(f"id,v\n{name}0,1\n")
+        if name == "b":
+            (tmp_path / "b/notes.csv").write_text("id,text\nb0,x\n")
+        convert(tmp_path / name, tmp_path / "s.zarr", *field_flags(*own))
+
+    for name in "ab":
+        write_folder(tmp_path / name, [f"{name}0", f"{name}1"], "column")
+        (tmp_path / name / "labels.csv").write_text(f"id,v\n{name}0,1\n{name}1,1\n")
+        convert(tmp_path / name, tmp_path / "s.zarr")
+
+    assert labels(tmp_path / "s.zarr") == dict.fromkeys(["a0", "b0", "a1", "b1"], 1)
+
+
+def test_a_table_whose_name_another_layout_gives_to_states_stays_one(tmp_path):
+    lines = ["hidden_states = {id}.npy -> L S D", "is_correct = meta.json : [id=id]/ok"]
+    table(tmp_path / "a/a0.json", [{"hs": states(2, 4, 8).tolist(), "id": "a0"}])
+    for count, flags in ((2, field_flags(*lines)), (3, [])):
+        table(tmp_path / "b/meta.json", [{"id": f"b{k}", "ok": k % 2} for k in range(count)])
+        for k in range(count):
+            np.save(tmp_path / f"b/b{k}.npy", states(2, 4, 8, seed=k))
+        convert(tmp_path / "b", tmp_path / "s.zarr", *flags)
+        convert(tmp_path / "a", tmp_path / "s.zarr", "--field", "hidden_states = *.json : [id=id]/hs -> L S D")
+
+    assert str(labels(tmp_path / "s.zarr")) == "{'b0': 0.0, 'b1': 1.0, 'a0': nan, 'b2': 0.0}"
+
+
+def test_a_file_whose_layout_the_store_does_not_keep_is_refused(tmp_path):
+    """Stores that are merged have sources of layouts that only one of them keeps."""
+    for name, own in zip("ab", STATED["column"], strict=True):
+        write_folder(tmp_path / name, [f"{name}0", f"{name}1"], "column")
+        convert(tmp_path / name, tmp_path / f"{name}.zarr", *field_flags(*own))
+    command("merge", tmp_path / "b.zarr", tmp_path / "a.zarr", check=0)
+
+    assert "b0.npz: several layouts, or one" in error_of("convert", tmp_path / "b", tmp_path / "a.zarr", code=3)
+    convert(tmp_path / "a", tmp_path / "a.zarr")
+    assert set(labels(tmp_path / "a.zarr").values()) == {1}
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -221,11 +389,82 @@ def test_traces_that_a_layout_added_before_a_refused_file_are_read_by_it(tmp_pat
     error_of("convert", *files, tmp_path / "s.zarr", *inverted, code=3)
     (folder / "c.pkl").write_bytes(whole)
 
+    assert "c.pkl: layouts of this store" in error_of("convert", folder, tmp_path / "s.zarr", code=3)
+    convert(*files, tmp_path / "s.zarr", *inverted)
     convert(folder, tmp_path / "s.zarr")
 
     scores = {trace.question_id: dict(trace.scores) for trace in tracestore.open(tmp_path / "s.zarr")}
     assert {name for name, own in scores.items() if own.get("h") == 1} >= {"q2", "q3"}
     assert not {"q2", "q3"} & {name for name, own in scores.items() if "is_correct" in own}
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("on_conflict", ["error", "keep-first", "keep-last"])
+@pytest.mark.parametrize("field", ["is_correct", "label", "group"])
+def test_a_changed_row_of_a_trace_whose_file_is_gone(tmp_path, field, on_conflict, workers):
+    """Its value stayed, and the row was not counted."""
+    store, flags = tmp_path / "s.zarr", ["--workers", workers]
+    lines = ["hidden_states = {id}_{sample}.pkl -> L S D", f"{field} = labels.csv : [id=id, sample=k]/x"]
+
+    def write(*values):
+        given = ["ab"[value] if field == "group" else value for value in values]
+        table(tmp_path / "in/labels.csv", [{"id": f"q{k // 2}", "k": k % 2, "x": x} for k, x in enumerate(given)])
+
+    def found():
+        values = [{"label": t.label, "group": t.group}.get(field, t.scores.get(field)) for t in tracestore.open(store)]
+        return [int(value in (1, "b")) for value in values]
+
+    for k in range(4):
+        dump(tmp_path / f"in/q{k // 2}_{k % 2}.pkl", states(2, 4, 8, seed=k))
+    write(1, 0, 1, 0)
+    convert(tmp_path / "in", store, *field_flags(*lines), *flags)
+    for k in range(2):
+        (tmp_path / f"in/q1_{k}.pkl").unlink()
+    write(1, 1, 0, 0)
+
+    done = convert(tmp_path / "in", store, "--on-conflict", on_conflict, *flags, check=3 * (on_conflict == "error"))
+
+    if on_conflict == "error":
+        values = ("'a'", "'b'") if field == "group" else ("0", "1")
+        text = "the row of q1 has {}, and the store has {} for its trace, which the files lack".format(*values)
+        assert f"labels.csv, {field}: {text}; --on-conflict keep-last replaces it, keep-first keeps it" in done.stderr
+        assert found() == [1, 0, 1, 0]
+    else:
+        rows_joined = f"{field}: 2 rows of labels.csv joined by id, sample, 2 of stored traces that the files lack"
+        assert rows_joined in done.stdout
+        assert found() == [1, 1, on_conflict == "keep-first", 0]
+
+
+def test_a_changed_row_of_all_answers_whose_files_are_gone(tmp_path):
+    for k in range(4):
+        dump(tmp_path / f"in/q{k // 2}_{k % 2}.pkl", states(2, 4, 8, seed=k))
+    lines = ["hidden_states = {id}_{sample}.pkl -> L S D", LINES[1], 'share.is_correct = ["sample"]']
+    write_labels(tmp_path / "in", [1, 1])
+    convert(tmp_path / "in", tmp_path / "s.zarr", *field_flags(*lines))
+    for k in range(2):
+        (tmp_path / f"in/q1_{k}.pkl").unlink()
+    write_labels(tmp_path / "in", [1, 0])
+
+    convert(tmp_path / "in", tmp_path / "s.zarr", "--on-conflict", "keep-last")
+
+    assert [trace.score for trace in tracestore.open(tmp_path / "s.zarr")] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["column", "words"])
+def test_rows_of_traces_of_other_layouts_or_unread_files_change_nothing(tmp_path, kind):
+    convert_two(tmp_path, kind)
+    lines = (tmp_path / "b/labels.csv").read_text().splitlines()[1:]
+    path = tmp_path / "a/labels.csv"
+    path.write_text("\n".join([path.read_text().strip(), *lines, lines[-1].replace("b2", "a3"), ""]))
+
+    for is_first in (True, False):
+        if not is_first:
+            np.savez(tmp_path / "a/a3.npz", hs=states(3, 3, 8, seed=3))
+        flags = () if is_first else field_flags(*STATED[kind][0])
+        assert "that the files lack" not in convert(tmp_path / "a", tmp_path / "s.zarr", *flags).stdout
+
+    expected = {f"{name}{k}": 1 for name in "ab" for k in range(3)} | {"a3": 0}
+    assert labels(tmp_path / "s.zarr") == expected
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,26 @@
 """Choose the layouts that describe the files of a conversion: stated, kept, built-in or proposed; and its attention."""
 
 import os
-import tomllib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from tracestore.console import Output
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
-from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
-from tracestore.ingest.builtin.parts import Part, builtin_parts, exported_sources, files_of
+from tracestore.errors import InvalidInputError, UsageError
+from tracestore.ingest.builtin.kept import KeptLayouts
+from tracestore.ingest.builtin.parts import Part, builtin_parts, exported_sources
 from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.layout.language import Layout, parse_layout, read_layout
 from tracestore.ingest.layout.patterns import literal_key
 from tracestore.ingest.score_files import FoundFiles, direction_of, find_score_files, score_name, scores_advice
 from tracestore.ingest.sources import SourceFile, read_traces
 from tracestore.store.format.labels import HALLUCINATION
-from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
 from tracestore.store.io.local_folders import local_dir
 from tracestore.store.vocabulary import JUDGMENTS, SCORES
 
@@ -74,8 +73,7 @@ def described_run(
     groups = _groups(arguments, folder, layout, whole)
     paths = [path for _, files in groups for path in files.values()]
     found = find_score_files(arguments, paths, options.scores)
-    kept = [_with_padding(layout, options) for layout in _kept_layouts(store)]
-    parts = _kept_parts(kept, groups, found, _lines(options, found))
+    parts = _kept_parts(store, groups, found, _lines(options, found), options)
     of_kept = {path for part in parts for path in part.files.values()}
     groups = [(named, {n: p for n, p in files.items() if p not in of_kept}) for named, files in groups]
     groups = [group for group in groups if group[1]]
@@ -137,38 +135,15 @@ def _with_padding(layout: Layout, options: ConvertOptions) -> Layout:
     return replace(layout, settings={**layout.settings, "S.padding": "none"})
 
 
-def _kept_layouts(store: str) -> list[Layout]:
-    """Return the layouts that a store keeps, also a damaged one, the newest first."""
-    location = parse_location(store)
-    if isinstance(location, Path):
-        files: ReadableFiles = LocalFiles(location)
-    else:
-        from tracestore.store.write.plan_files import open_plan_files  # its imports take as long as a small file
-
-        files = open_plan_files(location).files  # of a store that need not exist
-    for number in files.generations():
-        with suppress(FileNotFoundError, CorruptStoreError):
-            texts = files.load_manifest(number).attributes.layouts
-            return [parse_layout(tomllib.loads(text), "layout of the store") for text in reversed(texts)]
-    return []
-
-
 def _kept_parts(
-    layouts: Sequence[Layout], groups: Sequence[Group], found: FoundFiles, lines: Mapping[str, str]
+    store: str, groups: Sequence[Group], found: FoundFiles, lines: Mapping[str, str], options: ConvertOptions
 ) -> list[Part]:
-    """Return the parts of the files that kept layouts read, the newest first."""
-    parts: list[Part] = []
-    for files in _together(groups):
-        read = set[str]()
-        for layout in layouts:
-            own, of_lines = files_of(layout, files, read)
-            read |= of_lines
-            if own and lines:
-                raise UsageError(
-                    f"{_flags(lines)}: a layout that the store keeps reads the files; state another layout"
-                )
-            owned = (*found.scores, *found.unread)
-            parts += [Part(layout, own, owned, origin="layout that the store keeps")] if own else []
+    """Return the parts of the files that layouts of the store read."""
+    kept, owned, parts = KeptLayouts.load(store), (*found.scores, *found.unread), list[Part]()
+    for layout, own in chain.from_iterable(map(kept.divide, _together(groups) if kept.layouts else ())):
+        if lines:
+            raise UsageError(f"{_flags(lines)}: a layout that the store keeps reads the files; state another layout")
+        parts.append(Part(_with_padding(layout, options), own, owned, origin="layout that the store keeps"))
     return parts
 
 

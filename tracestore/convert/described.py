@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,9 @@ import numpy as np
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.builtin.parts import Part, sources_in_order
 from tracestore.ingest.execute.execution import Execution
-from tracestore.ingest.execute.table_accounts import HasTrace
 from tracestore.ingest.exports.export_manifest import find_export
 from tracestore.ingest.layout.fields import score_of
-from tracestore.ingest.left_values import GROUP, LABEL, LeftValues, is_of_layout, kind_of, merged, origin_of
+from tracestore.ingest.left_values import GROUP, LABEL, GoneTraces, LeftValues, is_of_layout, kind_of, merged, origin_of
 from tracestore.ingest.score_files import FoundFiles
 from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.stored_values import ChangedValues, is_none, stored_values
@@ -301,12 +301,17 @@ class DescribedRun:
             self._keep_layouts(writer)
         writer.commit(are_open=bool(self.deferred))
 
-    def close(self, has_trace: HasTrace) -> Iterator[str]:
+    def close(self, gone: GoneTraces, on_conflict: OnConflict) -> Iterator[str]:
         """Close the accounts, and yield the lines of `Execution.close`."""
-        for execution in self._executions:
+        for part in self.parts:
+            if (execution := part.execution) is None:
+                continue
             if execution.account.is_read and self._needs_equal(execution):
                 raise InvalidInputError("no trace has the states of another one; remove it", field="duplicates")
-            yield from execution.close(has_trace)
+            yield from execution.close(partial(gone.take_row, on_conflict, part.digest))
+        for key, found in gone.given.items():
+            self._groups |= {key: found.pop(GROUP)} if GROUP in found else {}
+            self.deferred[key] = {score_of(name): value for name, value in found.items()}
         for name in self._chosen - self._defined - self._known if self._num_traces else ():
             raise InvalidInputError("found in no trace: spelled otherwise?", field=f"--score-column {name}")
 

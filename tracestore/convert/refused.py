@@ -11,6 +11,7 @@ from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.summary import MAX_REFUSED_LINES, ConvertReport
 from tracestore.errors import InvalidInputError, NoTracesError, UsageError, some_of
 from tracestore.ingest.source_streams import TraceStream
+from tracestore.store.format.entries import Fingerprint
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
 from tracestore.words import plural
@@ -26,8 +27,8 @@ def partial_fingerprint(fingerprint: str, what: str = "partial") -> str:
 
     With KEPT that of a source of which others were stored before ("keep-first"): "keep-last" reads it again.
     """
-    half = len(fingerprint) // 2  # the second one is that of the files
-    return hashlib.blake2b(f"{what} {fingerprint}".encode(), digest_size=half // 2).hexdigest() + fingerprint[half:]
+    needed = hashlib.blake2b(f"{what} {fingerprint}".encode(), digest_size=8).hexdigest()
+    return "".join(Fingerprint.parse(fingerprint)._replace(needed=needed))
 
 
 class RefusedTraces:

@@ -30,7 +30,7 @@ from tracestore.convert.summary import ConvertReport, SourceCounts
 from tracestore.errors import InvalidInputError, LateConflictError, NoTracesError, escape_unprintable
 from tracestore.ingest.execute.axes import LayerIds
 from tracestore.ingest.exports import EXPORT_FILE
-from tracestore.ingest.left_values import gone_note
+from tracestore.ingest.left_values import GoneTraces
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.source_streams import TraceStream, read_sources, reading_whole
 from tracestore.ingest.sources import SourceFile, source_fingerprint
@@ -356,7 +356,7 @@ class Conversion:
         if self._unread and self.described.needs_all():
             self._check_interrupt()
             raise UnreadSourceError
-        self._say(self.described.close(lambda *key: writer.index.find(*key) >= 0))
+        self._say(self.described.close(self._gone_traces(writer), self._options.on_conflict))
         self._say(self.scoring.check_ids(writer, can_refuse=self._is_whole and not self.report.num_traces_refused))
 
     def check_ids(self) -> None:
@@ -441,7 +441,7 @@ class Conversion:
             report.num_sources_skipped_existing += 1
             report.bytes_in += size
             known = self._provenance(stream.source)
-            if known is not None and not equals_but_layers(writer.provenance_of(name), known):
+            if known is not None and not equals_but_layers(writer.last_source(name).provenance, known):
                 self._notes.known(name, "the store has another provenance, which stays; --overwrite replaces it")
             return
         if writer.has_source_named(name):
@@ -582,8 +582,10 @@ class Conversion:
         self._say(report.lines(self._options.on_conflict))
         self._say(self.scoring.lines())
         if self._unread or self._seen:  # else all files are new
-            names = {source.name for source in self.scoring.sources}
-            self._say(gone_note(writer, names, self.described.read, self._seen))
+            self._say(self._gone_traces(writer).lines())
+
+    def _gone_traces(self, writer: StoreWriter) -> GoneTraces:
+        return GoneTraces(writer, {s.name for s in self.scoring.sources}, self.described.read, self._seen)
 
     def _require_traces(self, num_traces: int) -> None:
         """Raise NoTracesError if the store has no trace at the end."""

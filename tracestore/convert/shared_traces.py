@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from tracestore.convert.described import without_copy_mark
+from tracestore.store.format.entries import Fingerprint
 from tracestore.store.read.batch_sources import NUM_TOKENS
 from tracestore.store.read.index import grouped
 from tracestore.store.write.pack import PackedTrace
@@ -129,7 +130,7 @@ class SharedTraces:
 
 def _files(size: int, fingerprint: str) -> tuple[int, str]:
     """Return what stands for the files of a source."""
-    return size, fingerprint[len(fingerprint) // 2 :]
+    return size, Fingerprint.parse(fingerprint).files
 
 
 def _moved_sources(writer: StoreWriter, present: Mapping[str, int]) -> dict[tuple[int, str], list[str]]:

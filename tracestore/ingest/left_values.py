@@ -1,14 +1,20 @@
 """Values of single traces: those that copies give, and stored ones that stay although the files do not give them."""
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterator, Set
+from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError, escape_unprintable, some_of
+from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.stored_values import is_none, keys_of, stored_values
+from tracestore.store.format.entries import Fingerprint
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.read.columns import Columns, TraceValues
+from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
 from tracestore.words import plural
@@ -114,8 +120,8 @@ def earlier_note(
         yield f"stored values that may be of earlier files stay: {some_of(shown, _MAX_NAMES)}; --overwrite begins without them"
 
 
-def gone_note(writer: StoreWriter, present: Set[str], read: Set[str], seen: Set[int]) -> Iterator[str]:
-    """Yield a line about stored traces that the files of a conversion do not have.
+class GoneTraces:
+    """The stored traces that the files of a conversion do not have, and what tables give to them.
 
     Parameters
     ----------
@@ -124,13 +130,53 @@ def gone_note(writer: StoreWriter, present: Set[str], read: Set[str], seen: Set[
         The names of all sources, and of those that were read.
     seen : set of int
         The store indices of the traces that were read although the store had them.
+
+    Attributes
+    ----------
+    given : dict
+        The labels, scores and groups to store, by keys and by the names of fields.
     """
-    count = writer.manifest.num_traces - writer.num_added
-    paths = [writer.moved.get(source.path, source.path) for source in writer.index.sources()]
-    may_be_gone = np.array([path in read or path not in present for path in paths], bool)
-    if count and may_be_gone.any():
-        is_gone = may_be_gone[writer.index.read_column("source")[:count]]
-        is_gone[[index for index in seen if index < count]] = False
-        if num_gone := int(is_gone.sum()):
+
+    def __init__(self, writer: StoreWriter, present: Set[str], read: Set[str], seen: Set[int]) -> None:
+        self._writer, self._read = writer, read
+        self.given: dict[tuple[str, int], dict[str, Any]] = defaultdict(dict)
+        count = writer.manifest.num_traces - writer.num_added
+        paths = [writer.moved.get(source.path, source.path) for source in writer.index.sources()]
+        may_be_gone = np.array([path in read or path not in present for path in paths], bool)
+        self._is_gone = may_be_gone[writer.index.read_column("source")[:count]] if count else np.zeros(0, bool)
+        self._is_gone[[index for index in seen if index < count]] = False
+
+    def take_row(
+        self, on_conflict: OnConflict, layout: str, question_id: str, sample: int | None, name: str, value: Any
+    ) -> bool | None:
+        """Take a row whose trace the files lack, by the digest of its layout; see `OnUnused`."""
+        samples = itertools.count() if sample is None else [sample]
+        keys = itertools.takewhile(lambda key: self._writer.index.find(*key) >= 0, ((question_id, k) for k in samples))
+        found = {key: self._writer.index.find(*key) for key in keys}
+        gone = {key: index for key, index in found.items() if self._is_gone_of(index, layout)}
+        for key, index in gone.items() if value is not None else ():
+            stored = stored_values(self._writer.read_columns(), index, [score_of(name)])
+            own = stored[{LABEL: 1, GROUP: 2}.get(name, 0)]
+            if own != value and not is_none(own) and on_conflict == "error":
+                new, old = (repr(v)[:42] if name == GROUP else f"{v:g}" for v in (value, own))
+                raise InvalidInputError(
+                    f"the row of {escape_unprintable(question_id, 60)} has {new}, and the store has {old} for its trace, "
+                    "which the files lack; --on-conflict keep-last replaces it, keep-first keeps it",
+                    field=name,
+                )
+            if is_none(own) or on_conflict == "keep-last":
+                self.given[key][name] = value
+        return bool(gone) if found else None
+
+    def _is_gone_of(self, index: int, layout: str) -> bool:
+        """Return whether the files lack a trace of a layout; for others a row may mean something else."""
+        if not layout or index >= len(self._is_gone) or not self._is_gone[index]:
+            return False
+        path = self._writer.source_of(index)
+        return path in self._read or Fingerprint.parse(self._writer.last_source(path).fingerprint).layout == layout
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line about their number."""
+        if num_gone := int(self._is_gone.sum()):
             stored = plural(num_gone, "trace")
             yield f"stored, but not from the present files: {stored}; --overwrite begins without them"

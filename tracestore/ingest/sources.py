@@ -12,6 +12,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError, OnRefused
 from tracestore.ingest.exports.export_manifest import ExportedFile
 from tracestore.ingest.readers.content import READING, refusal
+from tracestore.store.format.entries import Fingerprint
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
@@ -32,6 +33,8 @@ class Described(NamedTuple):
         is needed, the scratch, and what gets the error of each trace that is refused.
     fingerprint : bytes
         A digest of what the source depends on besides its files.
+    layout : str
+        The digest of the layout that the store keeps for the source; empty for one that is built in.
     what : str or None
         The place of the layers in the model, if it is stated.
     tables : object
@@ -46,6 +49,7 @@ class Described(NamedTuple):
 
     read: Callable[[bool | None, Scratch, OnRefused], Iterator[TraceRecord]]
     fingerprint: bytes = b""
+    layout: str = ""
     what: str | None = None
     tables: object = None
     error: InvalidInputError | None = None
@@ -121,21 +125,23 @@ class SourceIdentity(NamedTuple):
 def source_fingerprint(source: SourceFile) -> tuple[int, str]:
     """Return size and fingerprint of the files of a source, and of what it depends on besides.
 
-    The second half of the fingerprint is that of the files alone, where the source depends on more.
+    The fingerprint has the parts of `Fingerprint`; that of the files is the same whatever reads them.
     """
     if source.export is not None:
         size, text = _fingerprint_with_time(source.path)
         return size, hashlib.blake2b(f"{text} {source.export.facts.digest}".encode(), digest_size=16).hexdigest()
     if not source.parts:
         return _fingerprint_with_time(source.path)
-    digest, size = hashlib.blake2b(digest_size=8), 0
-    for path in source.files:
-        num_bytes, text = _fingerprint_with_time(path)
-        # The name of a single file is that of the source.
-        digest.update(f"{path.name if len(source.parts) > 1 else ''}\0{text}\0".encode())
-        size += num_bytes
-    needed = b"" if source.described is None else source.described.fingerprint
-    return size, hashlib.blake2b(needed, digest_size=8).hexdigest() + digest.hexdigest()
+    found = [(path.name, *_fingerprint_with_time(path)) for path in source.files]
+    texts = "".join(f"{name}\0{text}\0" for name, _, text in found)
+    files = short_digest(texts.encode()) if len(found) > 1 else Fingerprint.parse(found[0][2]).files
+    layout, needed = ("", b"") if source.described is None else (source.described.layout, source.described.fingerprint)
+    return sum(size for _, size, _ in found), "".join(Fingerprint(layout, short_digest(needed), files))
+
+
+def short_digest(data: bytes) -> str:
+    """Return a digest as long as a part of a fingerprint."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _fingerprint_with_time(path: Path) -> tuple[int, str]:

@@ -1,7 +1,7 @@
 """Parts of a conversion: layouts with their files, structures of built-in layouts, exports, and files of none."""
 
 import shlex
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field
@@ -13,7 +13,7 @@ from tracestore.errors import InvalidInputError, NoTracesError, UsageError
 from tracestore.ingest.builtin.claiming import Claims, claim
 from tracestore.ingest.builtin.library import Builtin, builtins_near
 from tracestore.ingest.execute.accounts import looks_like_label
-from tracestore.ingest.execute.claims import is_other, list_files, owner_of
+from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.execute.values import holds_array
 from tracestore.ingest.exports.export_manifest import find_export
@@ -24,7 +24,7 @@ from tracestore.ingest.readers.looks import FirstLooks
 from tracestore.ingest.readers.opening import PICKLES, open_tree
 from tracestore.ingest.readers.text import SUFFIXES as TEXT_SUFFIXES
 from tracestore.ingest.readers.tree import Items, Value
-from tracestore.ingest.sources import Described, SourceFile
+from tracestore.ingest.sources import Described, SourceFile, short_digest
 from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.write.record import TraceRecord
 
@@ -114,6 +114,11 @@ class Part:
         return None if self.layout is None or self.builtin is not None else self.layout.to_toml()
 
     @property
+    def digest(self) -> str:
+        """The digest of the layout that the store keeps, "" for a built-in one."""
+        return "" if self.kept_text is None else short_digest(self.kept_text.encode())
+
+    @property
     def states_attention(self) -> bool | None:
         """Return whether the layout states attention; None if the traces may have it."""
         if self.layout is None or self.builtin is not None:
@@ -134,7 +139,9 @@ class Part:
         for group in self.execution.groups:
             may_be_empty = bool(self.execution.plan.kept_names)
             read = partial(self.execution.read, group)
-            described = Described(read, fingerprint, what, tables, may_be_empty=may_be_empty, stated=stated)
+            described = Described(
+                read, fingerprint, self.digest, what, tables, may_be_empty=may_be_empty, stated=stated
+            )
             # A file of a built-in layout is known by its bytes alone, unless it has tables or options add to the layout.
             is_plain = self.builtin is not None and not (self.builtin.lines or self.builtin.settings or tables)
             parts = () if is_plain and len(group.paths) == 1 else group.paths
@@ -143,20 +150,6 @@ class Part:
     def _checked(self, text: str, name: str, root: Value) -> Value:
         assert self.builtin is not None
         return self.builtin.signatures[text].checked(root, self.builtin.name)
-
-
-def files_of(layout: Layout, files: Mapping[str, Path], read: Set[str]) -> tuple[dict[str, Path], set[str]]:
-    """Return the files that a layout names, and the names of those that its lines read; none if no states are among them.
-
-    States are left out if other lines `read` them; tables and texts may belong to the states of several layouts.
-    """
-    plan = plan_of(layout)
-    of_states = {place.address.files.text for place in plan.states}
-    owners = {name: owner[0] for name in files if (owner := owner_of(name, plan)) is not None}
-    owners = {name: text for name, text in owners.items() if not (text in of_states and name in read)}
-    if not of_states <= set(owners.values()):
-        return {}, set()
-    return {name: files[name] for name in owners}, {n for n, text in owners.items() if text not in plan.ignored_files}
 
 
 def sources_in_order(parts: Sequence[Part], order: Mapping[Path, int]) -> list[SourceFile]:

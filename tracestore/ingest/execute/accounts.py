@@ -13,9 +13,9 @@ from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.row_ranges import RowNumbers, key_words
 from tracestore.ingest.execute.shown_traces import EqualLengths, ShownTraces
 from tracestore.ingest.execute.table_accounts import (
-    HasTrace,
     KeptValues,
     MissingRow,
+    OnUnused,
     TableAccount,
     check_num_rows,
     check_totals,
@@ -280,13 +280,13 @@ class RunAccount:
                 found, missing = files[place.address.files.text], self._missing.get(place, ())
                 self.tables += table_accounts(column, found, missing, self.kept, self._plan)
 
-    def close(self, has_trace: HasTrace) -> Iterator[str]:
+    def close(self, on_unused: OnUnused) -> Iterator[str]:
         """Close the accounts of the run, and yield a line for each table.
 
         Parameters
         ----------
-        has_trace : callable
-            Return whether the store has a trace of an id and a sample, for rows that earlier runs used.
+        on_unused : callable
+            Called with rows without a trace; see `OnUnused`.
 
         Raises
         ------
@@ -301,7 +301,7 @@ class RunAccount:
             ignored = [a for a in self._plan.left_out if a.path and self._trees[a.files.text].at(a.path).is_found]
             self.left_out.update(map(str, ignored))
         for _, tables in groupby(self.tables, lambda table: (table.field, table.address)):
-            yield close_table(list(tables), has_trace, is_whole=self.is_whole)
+            yield close_table(list(tables), on_unused, is_whole=self.is_whole)
         is_numbered = "L.ids" in {*self._plan.layout.addresses, *self._plan.layout.settings}
         for address in self._plan.left_out if self._is_stated and not is_numbered else ():
             if address.path and _LAYER_NUMBERS.fullmatch(address.path[-1].text):

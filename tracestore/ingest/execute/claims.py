@@ -165,14 +165,10 @@ def claim_files(plan: Plan, files: Mapping[str, Path], owned: Iterable[Path], *,
     InvalidInputError
         If two patterns of equal length match a file, no line names it (rule 8), or a line matches none.
     """
-    claimed: Claimed = {text: [] for text in plan.files}
-    skipped, unowned = {os.path.realpath(path) for path in owned}, []
-    for name, path in files.items():
-        if (owner := owner_of(name, plan)) is not None:
-            text, bound = owner
-            claimed[text].append(FoundFile(path, name, bound))
-        elif os.path.realpath(path) not in skipped and not is_other(name):
-            unowned.append(name)
+    claimed, skipped = named_files(plan, files), {os.path.realpath(path) for path in owned}
+    named = {file.name for found in claimed.values() for file in found}
+    others = [name for name in files if not (name in named or is_other(name))]
+    unowned = [name for name in others if os.path.realpath(files[name]) not in skipped]
     needed = [place for place in plan.places if not place.is_optional]
     empty = next((place for place in needed if not claimed[place.address.files.text]), None)
     if unowned:
@@ -189,6 +185,15 @@ def claim_files(plan: Plan, files: Mapping[str, Path], owned: Iterable[Path], *,
         reason = _taken(empty.address.files, claimed) or f"there are {some_of(list(files))}"
         found = f"no file matches {empty.address.files.text}; {reason}; without such a file, remove its lines"
         raise InvalidInputError(found, field=empty.name)
+    return claimed
+
+
+def named_files(plan: Plan, files: Mapping[str, Path]) -> Claimed:
+    """Return the files of each FILES of a layout, without checks."""
+    claimed: Claimed = {text: [] for text in plan.files}
+    for name, path in files.items():
+        if (owner := owner_of(name, plan)) is not None:
+            claimed[owner[0]].append(FoundFile(path, name, owner[1]))
     return claimed
 
 
@@ -260,13 +265,7 @@ def group_files(plan: Plan, claimed: Claimed) -> tuple[list[FileGroup], list[str
     Files whose names bind the same names of a trace are one source. Tables are files whose names do not tell all sources
     apart, or whose rows run on over chunks.
     """
-    groups: Groups = {}
-    texts = [place.address.files.text for place in plan.states]
-    for text in texts:
-        for file in claimed[text]:
-            key = tuple(file.bound.get(name) for name in plan.source_names)
-            name = _source_name(plan.states[0].address.files, file) if text == texts[0] else file.name
-            _add(groups.setdefault(key, FileGroup(name, {})), text, file)
+    groups, texts = groups_of_states(plan, claimed), [place.address.files.text for place in plan.states]
     tables: set[str] = set()
     for place in plan.others:
         text = place.address.files.text
@@ -276,10 +275,22 @@ def group_files(plan: Plan, claimed: Claimed) -> tuple[list[FileGroup], list[str
         if missing := next((text for text in texts if text not in group.files), None):
             raise InvalidInputError(f"no file {missing} belongs to it", source=group.name, field=plan.layout.states)
     ordered = sorted(groups.values(), key=lambda g: natural_key(next(iter(g.files.values()))[0].name))
-    if len({group.name for group in ordered}) < len(ordered):
-        for group in ordered:
-            group.name = next(iter(group.files.values()))[0].name
     return ordered, sorted(tables)
+
+
+def groups_of_states(plan: Plan, claimed: Claimed) -> Groups:
+    """Return the sources with their files of states alone."""
+    groups: Groups = {}
+    texts = [place.address.files.text for place in plan.states]
+    for text in texts:
+        for file in claimed[text]:
+            key = tuple(file.bound.get(name) for name in plan.source_names)
+            name = _source_name(plan.states[0].address.files, file) if text == texts[0] else file.name
+            _add(groups.setdefault(key, FileGroup(name, {})), text, file)
+    if len({group.name for group in groups.values()}) < len(groups):
+        for group in groups.values():
+            group.name = next(iter(group.files.values()))[0].name
+    return groups
 
 
 def _attach(place: Place, files: list[FoundFile], groups: Groups, plan: Plan) -> bool:

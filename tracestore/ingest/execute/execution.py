@@ -18,7 +18,7 @@ from tracestore.ingest.execute.claims import FileGroup, FileKeys, FoundFile, cla
 from tracestore.ingest.execute.direct import DirectReader, direct_step
 from tracestore.ingest.execute.join import Arena, Column
 from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
-from tracestore.ingest.execute.table_accounts import HasTrace, check_totals
+from tracestore.ingest.execute.table_accounts import OnUnused, check_totals
 from tracestore.ingest.execute.traces import TraceCells, TraceColumns, traces_of
 from tracestore.ingest.execute.walk import Cell, Cells, Walk, tree_of
 from tracestore.ingest.layout.effects import check_effects
@@ -369,10 +369,10 @@ class Execution:
 
     # Accounts
 
-    def close(self, has_trace: HasTrace = lambda *_: False) -> Iterator[str]:
+    def close(self, on_unused: OnUnused = lambda *_: None) -> Iterator[str]:
         """Close the accounts of the run, and yield a line for each table; see `RunAccount.close`."""
         self.finish()
-        yield from self.account.close(has_trace)
+        yield from self.account.close(on_unused)
 
     def finish(self) -> None:
         """Take the tables into the account, when all sources are read, and close them."""

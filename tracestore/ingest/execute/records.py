@@ -55,8 +55,7 @@ class RecordMaker:
 
     def __post_init__(self) -> None:
         self.settings, self._states = self.plan.layout.settings, self.plan.layout.states
-        words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
-        self._words = None if self.is_of_schema else words
+        self._words = None if self.is_of_schema else self.plan.layout.words
         self.layers = LayerOrder(self.plan.layout, is_of_schema=self.is_of_schema)
         is_flat = any("NS" in place.axes for place in self.plan.states)
         self._may_be_padded = not (is_flat or self._states == "last_token" or self.settings.get("S.padding") == "none")

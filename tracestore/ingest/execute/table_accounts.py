@@ -5,13 +5,14 @@ import threading
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable, some_of
 from tracestore.ingest.execute.claims import FoundFile
 from tracestore.ingest.execute.join import Column
-from tracestore.ingest.execute.values import key_text
+from tracestore.ingest.execute.values import group_text, key_text, verdict_value
 from tracestore.ingest.layout.fields import KEEP, KEY
 from tracestore.ingest.layout.places import RECORDS, Place, Plan, given_name
 from tracestore.words import plural
@@ -23,7 +24,9 @@ _IN_ORDER = ("in order", "by position")
 SHARED = frozenset(("question", "question_id", "group", RECORDS))
 MissingRow = tuple[tuple[Any, ...], tuple[str, str]]  # of a trace, see `TraceColumns`
 Numbers = set[tuple[str, int]]  # of keys, with the rest of them
-HasTrace = Callable[[str, int], bool]  # whether the store has a trace of an id and a sample
+# Takes the id and the sample of a row, None for all, its field, and the label, score or group that it gives, None for
+# none. Returns whether the store has its trace, but the files do not; None if the store has none.
+OnUnused = Callable[[str, int | None, str, Any], bool | None]
 
 
 def end_text(row: tuple[Any, ...]) -> str:
@@ -158,6 +161,8 @@ class TableAccount:
         The keys of rows that an entry `keep.NAME` leaves out, with its NAME.
     is_of_all : bool
         Whether it takes all traces to tell how the rows are joined: they have an order, or one may serve several traces.
+    values : dict
+        The labels, scores or groups of rows without a trace, by their keys.
     """
 
     field: str
@@ -172,21 +177,23 @@ class TableAccount:
     num_left_out: int
     not_kept: dict[str, str]
     is_of_all: bool
+    values: dict[str, float | str]
 
-    def close(self, has_trace: HasTrace, *, is_whole: bool) -> tuple[int, int, int, int]:
-        """Return how many rows serve traces, those that are left out, and none, and how many traces have no row.
+    def close(self, on_unused: OnUnused, *, is_whole: bool) -> tuple[int, int, int, int, int]:
+        """Return how many rows serve traces, those that are left out, stored ones, and none; and traces without a row.
 
         Raises
         ------
         InvalidInputError
             If the rows do not fit.
         """
-        unused, missing = self.unused, self.missing
-        if self.joined_by == "by id":
-            unused = [key for key in unused if not has_trace(key, 0)]
-        elif self.joined_by == "by id, sample":
-            parts = [key.rpartition(", ") for key in unused]
-            unused = ["".join(p) for p in parts if not (p[2].isdecimal() and has_trace(p[0], int(p[2])))]
+        missing, is_gone = self.missing, dict[str, bool | None]()
+        for text in self.unused:
+            if self.joined_by == "by id":
+                is_gone[text] = on_unused(text, None, self.field, self.values.get(text))
+            elif self.joined_by == "by id, sample" and (parts := text.rpartition(", "))[2].isdecimal():
+                is_gone[text] = on_unused(parts[0], int(parts[2]), self.field, self.values.get(text))
+        unused, num_gone = [text for text in self.unused if is_gone.get(text) is None], sum(map(bool, is_gone.values()))
         num_rows, num_used = len(self.rows), len(self.rows) - len(self.unused) - self.num_left_out
         if self.source and self.joined_by in _IN_ORDER and (unused or missing) and is_whole:
             found = f"{num_rows:,} rows in order belong to {num_used + len(missing):,} traces"
@@ -204,17 +211,18 @@ class TableAccount:
             )
         if self.partial is not None:
             raise InvalidInputError(self.partial, field=self.field)
-        return num_used, self.num_left_out, len(unused), len(missing)
+        return num_used, self.num_left_out, num_gone, len(unused), len(missing)
 
 
-def close_table(files: list[TableAccount], has_trace: HasTrace, *, is_whole: bool) -> str:
+def close_table(files: list[TableAccount], on_unused: OnUnused, *, is_whole: bool) -> str:
     """Return how the rows of the files of a table were joined; see `TableAccount.close`."""
     counts = []
     for file in files:
         with error_location(file.source):
-            counts.append(file.close(has_trace, is_whole=is_whole))
-    num_used, num_left_out, num_unused, num_missing = map(sum, zip(*counts, strict=True))
+            counts.append(file.close(on_unused, is_whole=is_whole))
+    num_used, num_left_out, num_gone, num_unused, num_missing = map(sum, zip(*counts, strict=True))
     rest = f", {num_left_out:,} of traces that are left out" if num_left_out else ""
+    rest += f", {num_gone:,} of stored traces that the files lack" if num_gone else ""
     rest += f", {num_unused:,} without a trace" if num_unused else ""
     rest += f", {plural(num_missing, 'trace')} without a row" if num_missing else ""
     table = files[0]
@@ -268,7 +276,22 @@ def table_accounts(
             num_left_out=sum(column.used.get(key) == 0 for key in rows[part]),
             not_kept=not_kept,
             is_of_all=joined_by in _IN_ORDER or partial is not None or may_serve_several,
+            values=_values(column, unused, plan) if joined_by.startswith("by id") else {},
         )
+
+
+def _values(column: Column, unused: list[tuple[Any, ...]], plan: Plan) -> dict[str, float | str]:
+    """Return the labels, scores or groups of rows without a trace, by their keys; without what is none."""
+    name, found, words = column.place.name, dict[str, float | str](), plan.layout.words
+    is_score = column.place.rule.kind == "score"
+    for key in unused if is_score or name == "group" else ():
+        bound = dict(zip(column.names, key, strict=True))
+        with suppress(InvalidInputError):
+            raw, direction = column.scalar(bound, {}), column.place.rule.direction or ""
+            value = verdict_value(raw, name, direction, words) if is_score else group_text(raw)
+            if value == value and value != "":
+                found[column.text_of(bound)] = value
+    return found
 
 
 class KeptValues:

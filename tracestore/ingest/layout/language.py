@@ -4,8 +4,9 @@ import itertools
 import json
 import math
 import re
+import shlex
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -80,6 +81,11 @@ class Layout:
         return next((name for name in STATES if name in self.addresses), STATES[0])
 
     @property
+    def words(self) -> dict[str, bool | str]:
+        """What further words of labels mean."""
+        return {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
+
+    @property
     def is_filter(self) -> bool:
         """Return whether the layout states only what is left out, and nothing of the other files."""
         return bool(self.ignore) and not (self.addresses or self.templates or self.records or self.settings)
@@ -113,6 +119,18 @@ class Layout:
         """Return the layout as TOML, from which `parse_layout` makes an equal one."""
         entries = self.to_entries().items()
         return "".join(f"{_key(name)} = {_text(value)}\n" for name, value in entries)
+
+    def flags(self) -> Iterator[str]:
+        """Yield the `--field` lines of the layout."""
+        for name, value in self.to_entries().items():
+            for one in value if name in _LISTS else [value]:
+                yield field_line(name, one)
+
+
+def field_line(name: str, value: Any) -> str:
+    """Return the `--field` line of an entry."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"--field {shlex.quote(escape_unprintable(f'{name} = {text}'))}"
 
 
 def read_layout(path: Path | None, lines: Iterable[str] = ()) -> Layout:

@@ -1,12 +1,9 @@
 """Candidates: drafts that were tried, in words; and which of several the values of the traces leave."""
 
-import json
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tracestore.errors import escape_unprintable
 from tracestore.ingest.execute.arrays import IS_MASKED
@@ -51,9 +48,7 @@ class Candidate:
 
     def lines(self) -> Iterator[str]:
         """Yield the `--field` lines of the layout."""
-        for name, value in self.layout.to_entries().items():
-            for one in value if name in ("records", "ignore") else [value]:
-                yield field_line(name, one)
+        return self.layout.flags()
 
     def gives(self) -> str:
         """Return what the layout gives in a line."""
@@ -80,12 +75,6 @@ class Candidate:
         found += self.outcome.joins
         found += [f"not proved: {text}" for text in self.unproved]
         return found + [f"left out: {text}" for text in [*self.left_out, *self.draft.reasons][:_MAX_SHOWN]]
-
-
-def field_line(name: str, value: Any) -> str:
-    """Return the `--field` line of an entry."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return f"--field {shlex.quote(escape_unprintable(f'{name} = {text}'))}"
 
 
 def _not_shown(layout: Layout, draft: Draft, outcome: Outcome) -> list[str]:

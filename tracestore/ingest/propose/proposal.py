@@ -11,9 +11,9 @@ from typing import Any
 from tracestore.errors import InvalidInputError, TracestoreError, escape_unprintable
 from tracestore.ingest.execute.claims import is_other
 from tracestore.ingest.layout.fields import PROMPT_MASK
-from tracestore.ingest.layout.language import Layout
+from tracestore.ingest.layout.language import Layout, field_line
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.propose.candidates import Candidate, chosen, field_line, in_any_order
+from tracestore.ingest.propose.candidates import Candidate, chosen, in_any_order
 from tracestore.ingest.propose.drafts import UNSHOWN, Draft, Drafter
 from tracestore.ingest.propose.leaves import Observation, observe
 from tracestore.ingest.propose.trials import try_layout

@@ -1,4 +1,4 @@
-"""Entries of committed files in a manifest."""
+"""Entries of committed files in a manifest, and what tells source files apart."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,6 +34,29 @@ class FileEntry:
             raise CorruptStoreError(f"{self.path}: invalid size {self.size!r:.40}")
         if type(self.crc32c) is not int or not 0 <= self.crc32c < 1 << 32:
             raise CorruptStoreError(f"{self.path}: invalid checksum {self.crc32c!r:.40}")
+
+
+class Fingerprint(NamedTuple):
+    """The parts of the fingerprint of a source, of 16 hexadecimal digits.
+
+    Attributes
+    ----------
+    layout : str
+        Digest of the layout that the store keeps for the source; empty without one.
+    needed : str
+        Digest of all that the source depends on besides its files, or a part of that of its file.
+    files : str
+        Digest of its files alone.
+    """
+
+    layout: str
+    needed: str
+    files: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Fingerprint":
+        """Return the parts of a fingerprint; an empty one has empty parts."""
+        return cls(text[:-32], text[-32:-16], text[-16:])
 
 
 class Layers(NamedTuple):

@@ -347,6 +347,15 @@ class StoreIndex:
                 if not np.array_equal(rows, np.arange(1, part.group.num_items("sample") + 1)):
                     raise ValueError("key_table: a row is missing or repeated")
 
+    def fingerprints(self) -> Iterator[tuple[str, str]]:
+        """Yield path and fingerprint of each source, also of the open ones."""
+        for part in self._parts:
+            with part.checked():
+                count = part.group.num_items("source_size")
+                yield from zip(
+                    *(part.group.strings(f"source_{n}", 0, count) for n in ("path", "fingerprint")), strict=True
+                )
+
     def sources(self, first: int = 0) -> Iterator[SourceEntry]:
         """Yield the committed sources from number `first` on."""
         for k, begin in enumerate(self._first_source):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 from tracestore.errors import InvalidInputError, StoreLockedError, UsageError
 from tracestore.store.format import schema
+from tracestore.store.format.entries import Fingerprint
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.writing_folder import CommitTarget
@@ -189,9 +190,9 @@ class Changes:
         return any((source.size, source.fingerprint) == (size, fingerprint) for source in found[-among:])
 
     def has_files(self, path: str, size: int, fingerprint: str) -> bool:
-        """Return whether the last source of a path has these files: the second half of its fingerprint is that of files."""
-        half, found = len(fingerprint) // 2, self._sources.get(path, ())
-        return any((source.size, source.fingerprint[half:]) == (size, fingerprint[half:]) for source in found[-1:])
+        """Return whether the last source of a path has these files, whatever it depends on besides."""
+        files, last = Fingerprint.parse(fingerprint).files, self._sources.get(path, ())[-1:]
+        return any((source.size, Fingerprint.parse(source.fingerprint).files) == (size, files) for source in last)
 
     def has_source_named(self, path: str) -> bool:
         """Return whether a file of this name is committed, whatever its contents."""
@@ -215,9 +216,9 @@ class Changes:
         """Return the path of the source that has added a committed trace."""
         return self._paths[int(self.index.read_column("source")[index])]
 
-    def provenance_of(self, path: str) -> Provenance | None:
-        """Return the provenance of the last committed source of a path."""
-        return self._sources[path][-1].provenance
+    def last_source(self, path: str) -> SourceEntry:
+        """Return the last committed source of a path."""
+        return self._sources[path][-1]
 
     def check_provenance(self, provenances: Iterable[Provenance]) -> None:
         """Raise UsageError if sources with these provenances conflict with each other or with the store."""

@@ -12,7 +12,7 @@ from tracestore.store.io.files import StoreFiles
 from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
-from tracestore.store.write.compared import ComparedTrace, ComparedQuestion, Questions, Samples, fields_of
+from tracestore.store.write.compared import ComparedQuestion, ComparedTrace, Questions, Samples, fields_of
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.pending import Key, Pending
 from tracestore.store.write.record import TraceRecord, read_record
