@@ -337,3 +337,34 @@ def test_lengths_that_leave_out_no_padding_are_extras(tmp_path, folder, more):
     write_pickle(folder / "a.pkl", [padded(3, "length") | {"tokens": np.arange(8), "length": 8} | more])
     convert(folder, tmp_path / "s.zarr")
     assert tracestore.open(tmp_path / "s.zarr")[0].num_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_refused"),
+    [
+        ({"q1_0": 0, "q1_1": 1, "q2_0": 0, "q2_1": 1}, True),
+        ({"q1-00": 0, "q1-01": 1}, True),
+        ({"q1_0": 0, "q2_0": 0}, False),
+        ({"q1_0": 0, "q1_1": 1, "q1_2": 0}, False),
+        ({"q1": 1, "q2": 1}, False),
+    ],
+)
+def test_rule_23_names_that_end_with_the_number_of_the_answer(tmp_path, folder, answers, is_refused):
+    """[answers to one question under several ids, in several splits]"""
+    for k, (name, sample) in enumerate(answers.items()):
+        trace = make_trace(k + 1) | {"sample": sample}
+        del trace["question_id"]
+        write_pickle(folder / f"{name}.pkl", trace)
+
+    done = command("convert", folder, tmp_path / "s.zarr", check=3 if is_refused else 0)
+
+    assert ("end with the numbers of their answers" in done.stderr) == is_refused
+    if "q1_0" in answers and is_refused:
+        lines = (
+            f"{name} = {{id}}_{{sample}}.pkl : {name} -> {axes}"
+            for name, axes in (("hidden_states", "L S D"), ("attentions", "L H S S"), ("tokens", "S"))
+        )
+        more = ["ignore = {id}_{sample}.pkl : tokens_decoded", "ignore = {id}_{sample}.pkl : sample"]
+        convert(folder, tmp_path / "s.zarr", *field_flags(*lines, *more))
+        stored = tracestore.open(tmp_path / "s.zarr")
+        assert {(t.question_id, t.sample) for t in stored} == {(n[:2], sample) for n, sample in answers.items()}

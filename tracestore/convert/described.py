@@ -309,9 +309,8 @@ class DescribedRun:
             if execution.account.is_read and self._needs_equal(execution):
                 raise InvalidInputError("no trace has the states of another one; remove it", field="duplicates")
             yield from execution.close(partial(gone.take_row, on_conflict, part.digest))
-        for key, found in gone.given.items():
-            self._groups |= {key: found.pop(GROUP)} if GROUP in found else {}
-            self.deferred[key] = {score_of(name): value for name, value in found.items()}
+        self.deferred |= gone.given
+        self._groups |= gone.groups
         for name in self._chosen - self._defined - self._known if self._num_traces else ():
             raise InvalidInputError("found in no trace: spelled otherwise?", field=f"--score-column {name}")
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, escape_unprintable, some_of
-from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.stored_values import is_none, keys_of, stored_values
 from tracestore.store.format.entries import Fingerprint
 from tracestore.store.format.labels import ScoreField
@@ -133,13 +132,14 @@ class GoneTraces:
 
     Attributes
     ----------
-    given : dict
-        The labels, scores and groups to store, by keys and by the names of fields.
+    given, groups : dict
+        The labels and scores, and the groups, to store of these traces, by keys.
     """
 
     def __init__(self, writer: StoreWriter, present: Set[str], read: Set[str], seen: Set[int]) -> None:
         self._writer, self._read = writer, read
-        self.given: dict[tuple[str, int], dict[str, Any]] = defaultdict(dict)
+        self.given: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+        self.groups: dict[tuple[str, int], str] = {}
         count = writer.manifest.num_traces - writer.num_added
         paths = [writer.moved.get(source.path, source.path) for source in writer.index.sources()]
         may_be_gone = np.array([path in read or path not in present for path in paths], bool)
@@ -155,17 +155,18 @@ class GoneTraces:
         found = {key: self._writer.index.find(*key) for key in keys}
         gone = {key: index for key, index in found.items() if self._is_gone_of(index, layout)}
         for key, index in gone.items() if value is not None else ():
-            stored = stored_values(self._writer.read_columns(), index, [score_of(name)])
-            own = stored[{LABEL: 1, GROUP: 2}.get(name, 0)]
-            if own != value and not is_none(own) and on_conflict == "error":
-                new, old = (repr(v)[:42] if name == GROUP else f"{v:g}" for v in (value, own))
+            score, label, group = stored_values(self._writer.read_columns(), index, [name])
+            stored: Any = group if isinstance(value, str) else label if name == LABEL else score
+            if stored != value and not is_none(stored) and on_conflict == "error":
+                new, old = (f"{v!r:.42}" if isinstance(v, str) else f"{v:g}" for v in (value, stored))
                 raise InvalidInputError(
                     f"the row of {escape_unprintable(question_id, 60)} has {new}, and the store has {old} for its trace, "
                     "which the files lack; --on-conflict keep-last replaces it, keep-first keeps it",
                     field=name,
                 )
-            if is_none(own) or on_conflict == "keep-last":
-                self.given[key][name] = value
+            if is_none(stored) or on_conflict == "keep-last":
+                self.given[key] |= {} if isinstance(value, str) else {name: value}
+                self.groups |= {key: value} if isinstance(value, str) else {}
         return bool(gone) if found else None
 
     def _is_gone_of(self, index: int, layout: str) -> bool:

@@ -678,6 +678,17 @@ def test_two_names_of_labels_state_what_they_mean_rule_22(tmp_path, words, score
         assert [1 - label for label in store.targets()] == scores
 
 
+def test_words_of_two_traces_are_no_names_of_labels(tmp_path):
+    """[groups 0 and 1, whose words say which label is theirs]"""
+    (tmp_path / "in").mkdir()
+    with h5py.File(tmp_path / "in/a.h5", "w") as file:
+        for k, row in enumerate(rows(2)):
+            group = file.create_group(f"q/{k}")
+            group.update({"hidden_states": np.stack(row["hs"]), "input_ids": row["input_ids"]})
+            group.attrs.update({"label": k, "label_name": ("correct", "wrong")[k]})
+    assert "the meaning of labels" not in proposal_of(tmp_path).message()
+
+
 @pytest.mark.parametrize(("name", "key"), [("labels.json", "label_map"), ("config.json", "label")])
 def test_a_table_of_labels_by_the_numbers_of_traces_is_no_map(tmp_path, name, key):
     settings_with_maps(tmp_path, {key: {"0": "wrong", "1": "correct"}}, name)

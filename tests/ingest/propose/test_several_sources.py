@@ -80,10 +80,10 @@ def test_the_kept_layout_reads_all_sources(tmp_path):
 
 
 def test_lines_to_paste_are_for_the_files_of_a_tool_too(tmp_path):
-    """One file has as many layers as tokens, which its tool does not allow."""
-    for k, tokens in enumerate((4, 3, 5)):
-        trace = {"hidden_states": states(3, tokens, 8, seed=k), "tokens": np.arange(tokens)}
-        dump(tmp_path / f"in/q{k}.pkl", trace | {"sample": 1})
+    """One file has a text that its tool does not have in files without ids."""
+    for k, tokens in enumerate((4, 6, 5)):
+        trace = {"hidden_states": states(3, tokens, 8, seed=k), "tokens": np.arange(tokens), "sample": 1}
+        dump(tmp_path / f"in/q{k}.pkl", trace | ({"note": "a"} if k == 1 else {}))
 
     # It does not convert by the layout that all files prove, which leaves out the key sample.
     shown = convert(tmp_path / "in", tmp_path / "s.zarr", check=3).stdout

@@ -384,6 +384,14 @@ def test_a_prompt_length_may_count_padding_of_its_batch_rule_16(tmp_path, form, 
     refuse(tmp_path, "" if left else "prompt_length: it may count padding")
 
 
+def test_columns_of_batches_next_to_traces_without_a_prompt_rule_16(tmp_path):
+    found = rows(4, prompt_length=[3, None, 3, None])
+    for row in found:
+        row["attention_mask"] = np.ones(len(row["input_ids"]), "i8")
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path, "prompt_length: it may count padding")
+
+
 def test_weights_of_a_model_are_no_states_rule_18(tmp_path):
     for k in range(3):
         save(tmp_path / f"in/q{k}_layer0_weight.npy", states(4 + k, 8, seed=k))

@@ -297,6 +297,7 @@ class RunAccount:
         if self.is_read and (error := self.not_found()) is not None:
             raise error
         self.lengths.close()
+        self.numbers.check_answers(self._plan.states[0].address.files.text)
         if not self._is_stated:  # by a person, who knows what the lines leave out
             ignored = [a for a in self._plan.left_out if a.path and self._trees[a.files.text].at(a.path).is_found]
             self.left_out.update(map(str, ignored))

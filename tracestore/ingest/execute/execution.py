@@ -161,6 +161,7 @@ class Execution:
         """
         account = SourceAccount(self.plan)
         read = self._joined if self._step is False else self._direct
+        names = {file.bound.get("id") for files in group.files.values() for file in files}
         for position, make in enumerate(read(group, account, self._maker(group.name, need_attention), scratch)):
             try:
                 record = make(position)
@@ -182,6 +183,8 @@ class Execution:
             self.account.shown.add(self._numbers[group.name], record, account.answers)
             if "question_id" not in self.layout.templates:
                 self.account.numbers.check_parts(record.question_id, is_layer=record.num_layers == 1)
+            if record.question_id in names:
+                self.account.numbers.add_answer(record.question_id, record.sample)
             yield record
             del record
 

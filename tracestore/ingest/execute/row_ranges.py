@@ -77,6 +77,8 @@ class RowNumbers:
         self._parts: dict[tuple[str, str | None], str] = {}  # the first id by what is around the name of a part
         self._of_parts: set[tuple[str, str | None]] = set()  # those with several parts
         self._ids: dict[str, tuple[dict[str, str], dict[str, str]]] = {}  # by path: the ids of names, and the reverse
+        self._stems: dict[str, str] = {}  # the first id by what is in front of the number of its answer
+        self._of_answers: tuple[str, ...] | None = ()  # two ids with one stem; None if an id ends with another number
 
     def check(self, prefix: str, key: str, value: Value, bound: Bound, *, is_of_states: bool, is_chunk: bool) -> None:
         """Refuse a value that no line names, if it says that items or rows which are taken in order have another one."""
@@ -106,6 +108,27 @@ class RowNumbers:
                 f"the ids {escape_unprintable(self._parts[rest], 60)!r} and {escape_unprintable(question_id, 60)!r} differ "
                 f'in what names a part of a trace, as others do: {way}; question_id = "={{id}}" if each is a trace',
                 field="question_id",
+            )
+
+    def add_answer(self, question_id: str, sample: int) -> None:
+        """Keep how an id that a file of a built-in layout is named by ends with the number of the answer."""
+        match = re.fullmatch(rf"(.*)(?<!\d)0*{sample}", question_id, re.S)
+        with self._lock:
+            if match is None or self._is_stated:
+                self._of_answers = None
+            elif self._of_answers is not None and len(self._stems) < _MAX_IDS:
+                first = self._stems.setdefault(match[1], question_id)
+                self._of_answers = self._of_answers if first == question_id else (first, question_id)
+
+    def check_answers(self, files: str) -> None:
+        """Rule 23: ids of names do not tell the answers to one question apart [`q1_0.pt` with the sample 0]."""
+        if self._of_answers:
+            shown = " and ".join(repr(escape_unprintable(name, 60)) for name in self._of_answers)
+            raise InvalidInputError(
+                f"the ids {shown} end with the numbers of their answers, and each has one: lines with "
+                f"{files.replace('{id}', '{id}_{sample}')} give the answers to a question one id, lines without sample "
+                "count none",
+                field="sample",
             )
 
     def _check_id(self, path: str, own: str, other: str) -> None:

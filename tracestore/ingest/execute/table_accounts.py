@@ -13,7 +13,7 @@ from tracestore.errors import InvalidInputError, error_location, escape_unprinta
 from tracestore.ingest.execute.claims import FoundFile
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.values import group_text, key_text, verdict_value
-from tracestore.ingest.layout.fields import KEEP, KEY
+from tracestore.ingest.layout.fields import KEEP, KEY, score_of
 from tracestore.ingest.layout.places import RECORDS, Place, Plan, given_name
 from tracestore.words import plural
 
@@ -24,8 +24,8 @@ _IN_ORDER = ("in order", "by position")
 SHARED = frozenset(("question", "question_id", "group", RECORDS))
 MissingRow = tuple[tuple[Any, ...], tuple[str, str]]  # of a trace, see `TraceColumns`
 Numbers = set[tuple[str, int]]  # of keys, with the rest of them
-# Takes the id and the sample of a row, None for all, its field, and the label, score or group that it gives, None for
-# none. Returns whether the store has its trace, but the files do not; None if the store has none.
+# Takes the id and the sample of a row, None for all, "label", "group" or the name of a score, and the value of the row,
+# None for none. Returns whether the store has its trace, but the files do not; None if the store has none.
 OnUnused = Callable[[str, int | None, str, Any], bool | None]
 
 
@@ -187,12 +187,12 @@ class TableAccount:
         InvalidInputError
             If the rows do not fit.
         """
-        missing, is_gone = self.missing, dict[str, bool | None]()
+        missing, name, is_gone = self.missing, score_of(self.field), dict[str, bool | None]()
         for text in self.unused:
             if self.joined_by == "by id":
-                is_gone[text] = on_unused(text, None, self.field, self.values.get(text))
+                is_gone[text] = on_unused(text, None, name, self.values.get(text))
             elif self.joined_by == "by id, sample" and (parts := text.rpartition(", "))[2].isdecimal():
-                is_gone[text] = on_unused(parts[0], int(parts[2]), self.field, self.values.get(text))
+                is_gone[text] = on_unused(parts[0], int(parts[2]), name, self.values.get(text))
         unused, num_gone = [text for text in self.unused if is_gone.get(text) is None], sum(map(bool, is_gone.values()))
         num_rows, num_used = len(self.rows), len(self.rows) - len(self.unused) - self.num_left_out
         if self.source and self.joined_by in _IN_ORDER and (unused or missing) and is_whole:

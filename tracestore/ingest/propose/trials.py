@@ -145,7 +145,8 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     outcome.num_tokens = (min(sizes), max(sizes))
     outcome.has_passes = min(prompts) > 1 and len({size - prompt for size, prompt, *_ in facts}) > 1
     outcome.moved = _moved(execution.plan, places, is_partial=outcome.is_partial)
-    outcome.has_lone_prompt = any(a != b != c for a, b, c in zip((-1, *prompts), prompts, prompts[1:], strict=False))
+    known = [length for length in prompts if length]
+    outcome.has_lone_prompt = any(a != b != c for a, b, c in zip([0, *known], known, known[1:], strict=False))
     outcome.counts_text = all(questions) and any(tuple(map(count, questions)) == prompts for count in TEXT_COUNTS)
     outcome.digest = digest.digest()
     outcome.has_copies = not outcome.is_last_token and len(set(states)) < len(states)
