@@ -11,10 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
 from tracestore.data.batches.batch_format import EdgeFormat, View
-from tracestore.data.tokens.answers import answers_digest
 from tracestore.detectors.interface import Detector
 from tracestore.detectors.layers.model_config import ModelConfig
 from tracestore.errors import UsageError, escape_unprintable
@@ -76,10 +73,6 @@ class ModelSpec:
         """Return whether this detector reads where the answers are."""
         config = self.model_config(config)
         return self.view == "graph" and "answer" in (config.pooling, config.skip)
-
-    def answers_digest(self, config: ModelConfig, store: TraceStore, indices: np.ndarray) -> str | None:
-        """Return a digest of where the answers of some traces are, None if this detector does not read that."""
-        return answers_digest(store, indices) if self.reads_answers(config) else None
 
     def edge_format(self, config: ModelConfig, store: TraceStore, device_type: str) -> EdgeFormat:
         """Return the ``edge_format`` argument of TraceLoader for this detector.

@@ -45,6 +45,7 @@ from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.destinations import TRAIN, check_output_dir, check_output_files
 from tracestore.store.io.fsio import write_rows
 from tracestore.store.read.store import StorePath, TraceStore, open_store
+from tracestore.train.batches import digest_of_answers
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.monitor import Log
 from tracestore.train.output_dir import lock_output_dir, write_json
@@ -234,7 +235,6 @@ class _Experiment:
     def _empty_results(self) -> dict[str, Any]:
         """Return the results without metrics. They refer to the entries, which training fills."""
         options, used = self.options, np.concatenate([*self.splits[0].indices.values()])
-        answers = (MODELS[name].answers_digest(self.model_config, self.store, used) for name in options.models)
         results: dict[str, Any] = {
             "models": {},
             "config": {
@@ -251,7 +251,7 @@ class _Experiment:
             ],
             "store": self.store.info(),
             "traces": self.store.digest(used),
-            "answers": next(filter(None, answers), None),
+            "answers": digest_of_answers(options.models, self.model_config, self.store, used),
             "dropped_nonfinite": self.dropped,
         }
         if options.is_repeated:

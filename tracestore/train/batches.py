@@ -15,7 +15,7 @@ from tracestore.data.batches.batch_format import EdgeMasks
 from tracestore.data.batches.buffers import copy_together
 from tracestore.data.loader import TraceLoader
 from tracestore.data.order import Shuffle, epoch_key
-from tracestore.data.tokens.answers import answer_bounds
+from tracestore.data.tokens.answers import answer_bounds, answers_digest
 from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
 from tracestore.detectors.graph.padding import can_pad, to_padded
 from tracestore.detectors.layers.dropout import TraceMasks
@@ -370,3 +370,9 @@ class AccumulatedBatch:
             if first < last:
                 yield batch, first, last
             offset += batch.size
+
+
+def digest_of_answers(models: Iterable[str], config: ModelConfig, store: TraceStore, indices: np.ndarray) -> str | None:
+    """Return a digest of where the answers of some traces are, None if no detector of these names reads that."""
+    is_read = any(MODELS[name].reads_answers(config) for name in models)
+    return answers_digest(store, indices) if is_read else None

@@ -35,7 +35,7 @@ from tracestore.oom.oom_errors import is_out_of_memory, unless_out_of_memory
 from tracestore.oom.snapshot import seed_step
 from tracestore.split import SPLITS
 from tracestore.store.read.store import TraceStore
-from tracestore.train.batches import STEP, AccumulatedBatch, BatchFeed
+from tracestore.train.batches import STEP, AccumulatedBatch, BatchFeed, digest_of_answers
 from tracestore.train.checkpoint import (
     BEST,
     LAST,
@@ -209,7 +209,7 @@ class Trainer:
             digest.update(self.split.indices[split].tobytes() + self.targets[self.split.indices[split]].tobytes())
         options = self.config.identity() | {f"model_{k}": v for k, v in asdict(self.model_config).items()}
         used = np.concatenate([self.split.indices[split] for split in SPLITS])
-        answers = MODELS[self.name].answers_digest(self.model_config, self.store, used)
+        answers = digest_of_answers([self.name], self.model_config, self.store, used)
         return options | {"split_and_labels": digest.hexdigest(), "traces": self.store.digest(used), "answers": answers}
 
     def _resume(self) -> tuple[TrainState, dict[str, Any] | None]:

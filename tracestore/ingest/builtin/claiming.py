@@ -28,6 +28,9 @@ class _Near(NamedTuple):
     if_ordered: Builtin | None
 
 
+_Owner = Builtin | InvalidInputError | _Near | None
+
+
 @dataclass
 class Claims:
     """The files of each built-in layout by their names below SRC, and the files of none.
@@ -70,20 +73,7 @@ def claim(files: Mapping[str, Path], known: Sequence[Builtin], looks: FirstLooks
     claims, opened = Claims(), looks or FirstLooks()
     in_classes = _in_classes(files)
     claims.rest |= dict.fromkeys(in_classes)
-    alike: dict[str, list[str]] = defaultdict(list)  # names that differ in numbers alone
-    owners: dict[str, Builtin | InvalidInputError | _Near | None] = {}
-    for name in files:
-        if name not in in_classes:
-            alike[_NUMBERS.sub("#", name)].append(name)
-    for names in alike.values():
-        most = _MAX_INFLATED if COMPRESSED.search(names[0]) else _MAX_LOOKS
-        looked = names[:: -(-len(names) // most)]
-        found = [_owner(name, files[name], known, opened) for name in looked]
-        is_same = len({owner.if_ordered if isinstance(owner, _Near) else owner for owner in found}) == 1
-        first = next((owner for owner in found if isinstance(owner, Builtin)), None) if is_same else None
-        if first is None and len(looked) < len(names):
-            looked, found = names, [_owner(name, files[name], known, opened) for name in names]
-        owners.update(zip(looked, found, strict=True) if first is None else dict.fromkeys(names, first))
+    owners = _owners({name: path for name, path in files.items() if name not in in_classes}, known, opened)
     owning = {owner for owner in owners.values() if isinstance(owner, Builtin)}
     for name, owner in owners.items():
         owner = owner.if_ordered if isinstance(owner, _Near) and owner.if_ordered in owning else owner
@@ -100,6 +90,24 @@ def claim(files: Mapping[str, Path], known: Sequence[Builtin], looks: FirstLooks
     return claims
 
 
+def _owners(files: Mapping[str, Path], known: Sequence[Builtin], opened: FirstLooks) -> dict[str, _Owner]:
+    """Return the owner of each file; of names that differ in numbers alone, only some files are opened if one owns these."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    owners: dict[str, _Owner] = {}
+    for name in files:
+        alike[_NUMBERS.sub("#", name)].append(name)
+    for names in alike.values():
+        most = _MAX_INFLATED if COMPRESSED.search(names[0]) else _MAX_LOOKS
+        looked = names[:: -(-len(names) // most)]
+        found = [_owner(name, files[name], known, opened) for name in looked]
+        is_same = len({owner.if_ordered if isinstance(owner, _Near) else owner for owner in found}) == 1
+        first = next((owner for owner in found if isinstance(owner, Builtin)), None) if is_same else None
+        if first is None and len(looked) < len(names):
+            looked, found = names, [_owner(name, files[name], known, opened) for name in names]
+        owners.update(zip(looked, found, strict=True) if first is None else dict.fromkeys(names, first))
+    return owners
+
+
 def _in_classes(files: Iterable[str]) -> set[str]:
     """Return the names that say the class of an answer, as `correct/q0.pkl`: no built-in layout reads it."""
     found: dict[str, set[str]] = defaultdict(set)
@@ -113,9 +121,7 @@ def _in_classes(files: Iterable[str]) -> set[str]:
     return folders.union(*(found.values() if len(found) > 1 else ()))
 
 
-def _owner(
-    name: str, path: Path, known: Sequence[Builtin], looks: FirstLooks
-) -> Builtin | InvalidInputError | _Near | None:
+def _owner(name: str, path: Path, known: Sequence[Builtin], looks: FirstLooks) -> _Owner:
     """Return the owner of a file; without one the nearest, or None; an error if it is unreadable."""
     matching = _matching(name, known)
     if not matching:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
-from tracestore.ingest.propose.looking import MAX_ITEMS, texts_of
+from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import SAMPLE, front_of, named, unknown_words, words_of, words_of_answers
 from tracestore.store.vocabulary import COUNTED, SAYING
@@ -30,18 +30,14 @@ class Identity:
     ----------
     mode : str
         "ids": items, keys or names say the id; "stack": an axis N; "rows": items by position.
-    items : dict
-        What stands for the items of a prefix, such as ``[id=qid]``.
-    names : dict
-        New names of what files and keys bind, by prefix.
+    items, names : dict
+        What stands for the items of a prefix, such as ``[id=qid]``, and new names of what files and keys bind.
     id_leaf : Leaf or None
         The leaf of a line question_id.
     doubts : list of str
         Why the ids are not proved.
-    ids : frozenset of str
-        The ids that were seen.
-    has_all_ids : bool
-        Whether these are the ids of all traces.
+    ids, has_all_ids : frozenset of str, bool
+        The ids that were seen, and whether these are the ids of all traces.
     """
 
     mode: str
@@ -58,8 +54,6 @@ class Places:
 
     def __init__(self, observation: Observation, meanings: list[Meaning]) -> None:
         self.observation, self.meanings = observation, meanings
-
-    # Identities
 
     def identities(self, states: Leaf) -> Iterator[Identity]:
         """Yield the ways in which the traces of states may be told apart, with how tables are joined to them."""
@@ -79,16 +73,10 @@ class Places:
         outer = [key for key, bound in names.items() if "id" in bound]
         identity = Identity("ids", names=self._renamed(names, None))
         identity.doubts += [doubt for key in names if (doubt := self.observation.families[key].doubt)]
-        of_items = self._add_items(states, identity, records, outer)
-        own = self._own_id(states) if of_items is None else None
-        if (leaf := of_items or own) is not None:
-            texts = texts_of(leaf.scalars)
-            if self.observation.counts_files(states.files, texts):
-                identity.names.setdefault((states.files, ()), {})["sample"] = "number"
-            identity.doubts += self._doubts_of_key(leaf) if of_items is None else []
-            num_seen, num_files = len(leaf.spots), len(self.observation.files[leaf.files])
-            has_all = num_seen < MAX_ITEMS if own is None else num_seen == num_files
-            yield replace(identity, id_leaf=own, ids=frozenset(texts), has_all_ids=has_all)
+        if (leaf := self._add_items(states, identity, records, outer)) is None:
+            leaf = identity.id_leaf = self._own_id(states)
+        if leaf is not None:
+            yield self._with_ids_of(leaf, identity, states)
             return
         for main in reversed(outer):
             yield self._by_name(identity, names, main)
@@ -103,9 +91,12 @@ class Places:
                 yield Identity("stack", doubts=[*identity.doubts, _ORDER_OF_FILES])
         if not records and outer == [(states.files, ())]:
             yield from self._by_file(states, names)
-            if self.observation.has_batches(states):
-                doubt = "the files may be traces and their rows tokens, not the rows of batches"
-                yield Identity("stack", names={(states.files, ()): {"id": "chunk"}}, doubts=[doubt])
+
+    def _with_ids_of(self, leaf: Leaf, identity: Identity, states: Leaf) -> Identity:
+        identity.doubts += self._doubts_of_key(leaf) if identity.id_leaf is not None else []
+        if self.observation.counts_files(states.files, texts := texts_of(leaf.scalars)):
+            identity.names.setdefault((states.files, ()), {})["sample"] = "number"
+        return replace(identity, ids=frozenset(texts), has_all_ids=self.observation.is_whole(leaf))
 
     def _add_items(self, states: Leaf, identity: Identity, records: list[Path_], outer: list[Prefix]) -> Leaf | None:
         """Set what stands for the items on the way to the states; return the leaf of the ids that some of them say."""
@@ -153,7 +144,7 @@ class Places:
         return texts
 
     def _by_file(self, states: Leaf, names: Names) -> Iterator[Identity]:
-        """Yield the identity of files for each column of a table that names them."""
+        """Yield the identity of files for each column of a table that names them, and that of batches."""
         stems = {_stem(name) for name in self.observation.files[states.files]}
         found: list[list[str]] = []
         for meaning in sorted(self.meanings, key=lambda m: m.field != "file"):
@@ -170,6 +161,9 @@ class Places:
                 id_leaf = row["question_id"].leaf if "question_id" in row else None
                 doubts = [] if is_named else [f"{leaf.key}: the files that it names may be those of other rows"]
                 yield Identity("ids", items, self._renamed(names, None), id_leaf, doubts)
+        if self.observation.has_batches(states):
+            doubts = ["the files may be traces and their rows tokens, not the rows of batches"]
+            yield Identity("stack", names={(states.files, ()): {"id": "chunk"}}, doubts=doubts)
 
     def _own_id(self, states: Leaf) -> Leaf | None:
         """Return the scalar id next to states, whose keys or files are numbered or named."""
@@ -359,7 +353,7 @@ class Places:
         if key is None:
             return self._numbered_rows(place, identity) if files != states.files else None
         values = frozenset(texts_of(key.leaf.scalars))
-        is_whole = identity.has_all_ids or len(key.leaf.spots) < MAX_ITEMS
+        is_whole = identity.has_all_ids or self.observation.is_whole(key.leaf)
         if is_whole and identity.ids and not values & identity.ids and len(identity.ids) <= len(values):
             return None
         identity.doubts += [d for d in self._other_ids(key.leaf, prefix) if d not in identity.doubts]

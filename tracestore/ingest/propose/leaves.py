@@ -138,6 +138,10 @@ class Observation:
         numbers = [bound.get("sample") for bound in self.families[files, ()].members.values()]
         return len(set(numbers)) == len(numbers) > 1 and len(set(ids)) == len(ids)
 
+    def is_whole(self, leaf: Leaf) -> bool:
+        """Return whether all values of a leaf were looked at, and not only those of some items or files."""
+        return len(leaf.spots) < MAX_ITEMS if leaf.items_at else len(leaf.spots) == len(self.files[leaf.files])
+
     def has_batches(self, states: Leaf) -> bool:
         """Return whether the numbers of files may be those of batches, by the rows in them and in a table."""
         texts = {bound["id"] for bound in self.families[states.files, ()].members.values()}

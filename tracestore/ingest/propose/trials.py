@@ -145,13 +145,16 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     outcome.num_tokens = (min(sizes), max(sizes))
     outcome.has_passes = min(prompts) > 1 and len({size - prompt for size, prompt, *_ in facts}) > 1
     outcome.moved = _moved(execution.plan, places, is_partial=outcome.is_partial)
-    known = [length for length in prompts if length]
-    outcome.has_lone_prompt = any(a != b != c for a, b, c in zip([0, *known], known, known[1:], strict=False))
+    outcome.has_lone_prompt = _has_lone([length for length in prompts if length])
     outcome.counts_text = all(questions) and any(tuple(map(count, questions)) == prompts for count in TEXT_COUNTS)
     outcome.digest = digest.digest()
     outcome.has_copies = not outcome.is_last_token and len(set(states)) < len(states)
     outcome.counts = {name: (values.count(1), values.count(0), len(values)) for name, values in labels.items()}
     return outcome
+
+
+def _has_lone(lengths: Sequence[int]) -> bool:
+    return any(a != b != c for a, b, c in zip([0, *lengths], lengths, lengths[1:], strict=False))
 
 
 def is_padded_by(layout: Layout, outcome: Outcome, files: Mapping[str, Path]) -> bool:
