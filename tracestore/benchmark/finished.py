@@ -83,7 +83,12 @@ class FinishedResults:
 def _identity(name: str, data: Any, others: Sequence[Any], seed: int, checkpoint: Path | None) -> str:
     """Return a digest of what the result of a job depends on: detector, traces, labels, folds and options."""
     facts = [
-        (s.name, s.store.digest(s.indices), s.y.tolist(), {k: v.tolist() for k, v in s.folds.items()})
+        (
+            s.name,
+            s.store.internals.manifest.to_bytes().decode(),
+            s.y.tolist(),
+            {k: v.tolist() for k, v in s.folds.items()},
+        )
         for s in (data, *others)
     ]
     text = json.dumps([FITTED_VERSION, MODEL_VERSION, name, facts, seed, checkpoint is None])

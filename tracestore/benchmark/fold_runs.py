@@ -295,7 +295,7 @@ def measure_all(
 ) -> Iterator[Measured]:
     """Yield the result of every job in their order, computed by so many processes side by side.
 
-    `on_finished` receives each result without an error as soon as it is there, in a thread.
+    `on_finished` is called in a thread with each result that has no error, once it is known.
 
     A detector of another package runs in a process of its own, also with one worker.
     """

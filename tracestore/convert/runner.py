@@ -356,7 +356,9 @@ class Conversion:
         if self._unread and self.described.needs_all():
             self._check_interrupt()
             raise UnreadSourceError
-        self._say(self.described.close(self._gone_traces(writer), self._options.on_conflict))
+        names = {source.name for source in self.scoring.sources}
+        self._gone = GoneTraces(writer, names, self.described.read, self._seen)
+        self._say(self.described.close(self._gone, self._options.on_conflict))
         self._say(self.scoring.check_ids(writer, can_refuse=self._is_whole and not self.report.num_traces_refused))
 
     def check_ids(self) -> None:
@@ -582,10 +584,7 @@ class Conversion:
         self._say(report.lines(self._options.on_conflict))
         self._say(self.scoring.lines())
         if self._unread or self._seen:  # else all files are new
-            self._say(self._gone_traces(writer).lines())
-
-    def _gone_traces(self, writer: StoreWriter) -> GoneTraces:
-        return GoneTraces(writer, {s.name for s in self.scoring.sources}, self.described.read, self._seen)
+            self._say(self._gone.lines())
 
     def _require_traces(self, num_traces: int) -> None:
         """Raise NoTracesError if the store has no trace at the end."""

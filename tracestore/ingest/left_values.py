@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterator, Set
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -137,14 +138,20 @@ class GoneTraces:
     """
 
     def __init__(self, writer: StoreWriter, present: Set[str], read: Set[str], seen: Set[int]) -> None:
-        self._writer, self._read = writer, read
+        self._writer, self._present, self._read, self._seen = writer, present, read, seen
         self.given: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
         self.groups: dict[tuple[str, int], str] = {}
-        count = writer.manifest.num_traces - writer.num_added
+
+    @cached_property
+    def _is_gone(self) -> Any:  # bool, (traces of before,)
+        writer, count = self._writer, self._writer.manifest.num_traces - self._writer.num_added
         paths = [writer.moved.get(source.path, source.path) for source in writer.index.sources()]
-        may_be_gone = np.array([path in read or path not in present for path in paths], bool)
-        self._is_gone = may_be_gone[writer.index.read_column("source")[:count]] if count else np.zeros(0, bool)
-        self._is_gone[[index for index in seen if index < count]] = False
+        may_be_gone = np.array([path in self._read or path not in self._present for path in paths], bool)
+        if not (count and may_be_gone.any()):
+            return np.zeros(count, bool)
+        is_gone = may_be_gone[writer.index.read_column("source")[:count]]
+        is_gone[[index for index in self._seen if index < count]] = False
+        return is_gone
 
     def take_row(
         self, on_conflict: OnConflict, layout: str, question_id: str, sample: int | None, name: str, value: Any

@@ -179,7 +179,7 @@ def test_ids_of_a_table_begin_with_a_word_of_names(tmp_path, prefix):
 
 @pytest.mark.parametrize("is_list", [False, True], ids=["a file for each trace", "a list"])
 def test_rows_of_a_long_table_in_another_order_are_joined_by_id(tmp_path, is_list):
-    """Of both, only some are looked at; they have no id in common."""
+    """The first look shows some of both, which have no id in common."""
     found = [row | {"uid": f"geo/{k}"} for k, row in enumerate(rows(40))]
     for row in found:
         del row["id"]
@@ -679,7 +679,7 @@ def test_two_names_of_labels_state_what_they_mean_rule_22(tmp_path, words, score
 
 
 def test_words_of_two_traces_are_no_names_of_labels(tmp_path):
-    """[groups 0 and 1, whose words say which label is theirs]"""
+    """[groups 0 and 1, each with the word of its own label]"""
     (tmp_path / "in").mkdir()
     with h5py.File(tmp_path / "in/a.h5", "w") as file:
         for k, row in enumerate(rows(2)):

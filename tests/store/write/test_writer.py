@@ -109,7 +109,7 @@ def test_samples_of_one_id_answer_one_question(tmp_path, first, second, is_commi
             of_sample(3),
             of_sample(4, question=" \n"),
             of_sample(5) | {"question_id": "q1", "question": "Where?"},
-            of_sample(second, question='who wrote "Caf\u00e9"?'),
+            of_sample(second, question='who wrote "Bar\u00e9"?'),
         ):
             if trace["sample"] == second:
                 with pytest.raises(

@@ -22,7 +22,7 @@ _NUMBERS = re.compile(r"(?<![0-9a-zA-Z])[0-9a-f]{6,}(?![0-9a-zA-Z])|\d+")
 
 
 class _Near(NamedTuple):
-    """Why the nearest built-in layout does not read a file, and the one that does if other files show the order of axes."""
+    """Hold why the nearest built-in layout does not read a file, and the one that does if others show the order of axes."""
 
     why: str
     if_ordered: Builtin | None

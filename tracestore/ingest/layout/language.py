@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def words(self) -> dict[str, bool | str]:
-        """What further words of labels mean."""
+        """The meaning of further words of labels."""
         return {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
 
     @property

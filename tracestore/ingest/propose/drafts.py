@@ -324,7 +324,7 @@ def _in_parts(draft: Draft) -> Draft | None:
 
 
 def _with_opposites(draft: Draft, used: Sequence[Meaning]) -> Iterator[Draft]:
-    """Yield a draft as it is, and with what words mean that are not known; two without a known one need a meaning."""
+    """Yield a draft, also with what words mean that are not known; two without a known one need a meaning."""
     found = [words for meaning in used for words in opposites(meaning)]
     if all(len(words) == 1 for words in found):
         yield draft

@@ -181,7 +181,7 @@ def observe(files: Mapping[str, Path]) -> Observation:
 
 
 def _families_of_files(files: Iterable[str]) -> Iterator[Family]:
-    """Yield the names of files as patterns; config.json is no id next to answers.json, except beside config.npy."""
+    """Yield the names of files as patterns; config.json is no id next to answers.json, except next to config.npy."""
     stems = {name: name.lower().rpartition("/")[2].partition(".")[::2] for name in files}
     settings = SAYING["settings"] - {stem for stem, suffix in stems.values() if suffix != "json"}
     groups: dict[str, list[str]] = defaultdict(list)

@@ -82,7 +82,8 @@ def _pin_newest(files: LocalFiles, stack: ExitStack) -> list[int]:
     for attempt in range(ATTEMPTS):
         numbers = files.generations()[:2] if files.root.is_dir() else []
         if not numbers:
-            require_no_loss(files)
+            if files.has_root():
+                require_no_loss(files)
             raise files.no_store_error()
         try:
             for path in map(paths.manifest, numbers):

@@ -74,6 +74,20 @@ def open_generation(files: ReadableFiles, number: int) -> PinnedGeneration:
     return PinnedGeneration(manifest, index, columns, pin)
 
 
+def _generations(files: ReadableFiles) -> list[int]:
+    """Return the generations of a store, the newest first; raise the error of a store without one."""
+    try:
+        numbers = files.generations()
+        if not numbers:
+            require_no_loss(files)
+    except CorruptStoreError:
+        files.require_root()
+        raise
+    if not numbers:
+        raise files.no_store_error()
+    return numbers
+
+
 def _next_loss(files: ReadableFiles, newest: int) -> CorruptStoreError | None:
     """Return the error of a lost generation that follows the newest one; a server, which takes time, is not asked."""
     place = files.location
@@ -97,14 +111,7 @@ def open_latest(files: ReadableFiles, preferred: int | None = None) -> PinnedGen
             pass  # The loop reports the error if this is the newest generation.
     before: list[int] = []
     for attempt in range(ATTEMPTS):
-        try:
-            numbers = files.generations()
-        except CorruptStoreError:
-            files.require_root()
-            raise
-        if not numbers:
-            require_no_loss(files)
-            raise files.no_store_error()
+        numbers = _generations(files)
         problem: CorruptStoreError | None = None
         found: PinnedGeneration | None = None
         for number in numbers:

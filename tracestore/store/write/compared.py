@@ -1,4 +1,4 @@
-"""What traces are compared by: those of one key, and those of one question id, which answer one question."""
+"""Compare traces: those of one key, and those of one question id, which answer one question."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
