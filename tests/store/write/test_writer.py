@@ -105,7 +105,7 @@ def test_samples_of_one_id_answer_one_question(tmp_path, first, second, is_commi
 
     with tracestore.create(tmp_path / "s.zarr") as writer:
         for trace in (
-            of_sample(first, question="Who  wrote \u201cCafe\u0301\u201d?"),
+            of_sample(first, question="Who  wrote \u201cBare\u0301\u201d?"),
             of_sample(3),
             of_sample(4, question=" \n"),
             of_sample(5) | {"question_id": "q1", "question": "Where?"},
