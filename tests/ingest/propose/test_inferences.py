@@ -685,8 +685,9 @@ def test_words_of_two_traces_are_no_names_of_labels(tmp_path):
         for k, row in enumerate(rows(2)):
             group = file.create_group(f"q/{k}")
             group.update({"hidden_states": np.stack(row["hs"]), "input_ids": row["input_ids"]})
-            group.attrs.update({"label": k, "label_name": ("correct", "wrong")[k]})
-    assert "the meaning of labels" not in proposal_of(tmp_path).message()
+            group.attrs.update({"label": 1 - k, "label_name": ("correct", "wrong")[k]})
+    found = refuse(tmp_path)  # which of both it is, is asked
+    assert "the meaning of labels" not in found.message() and len(found.candidates) == 2
 
 
 @pytest.mark.parametrize(("name", "key"), [("labels.json", "label_map"), ("config.json", "label")])

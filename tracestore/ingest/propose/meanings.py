@@ -305,9 +305,8 @@ def _pairs(leaf: Leaf) -> list[tuple[str, str]]:
     is_of_settings = leaf.path[-1:] == (f"@{leaf.key}",) or not SAYING["settings"].isdisjoint(words_of(leaf.files))
     is_map = is_of_settings and not SAYING["maps of labels"].isdisjoint(words)
     if leaf.bound or leaf.rank:
-        numbers = (
-            [str(spot.where.get("id")) for spot in leaf.spots] if leaf.bound == {"id"} else "01" * (not leaf.bound)
-        )
+        is_by_keys = leaf.bound == {"id"} and leaf.path[-1:] == ("{id}",)
+        numbers = [str(spot.where["id"]) for spot in leaf.spots] if is_by_keys else "01" * (not leaf.bound)
         return list(zip(numbers, map(str, leaf.scalars), strict=False)) if is_map and len(leaf.scalars) == 2 else []
     return _STATED.findall(str(leaf.spots[0].value))
 
