@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import stat
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, Self
@@ -217,7 +218,7 @@ class LocalFiles(ReadableFiles):
 
     def __init__(self, root: Path) -> None:
         self.root = self.location = root
-        self._pinned: tuple[int, Pin] | None = None  # the generation that was read last
+        self._pinned: tuple[int, weakref.ref[Pin]] | None = None  # the generation that was read last
 
     def generations(self) -> list[int]:
         """See ReadableFiles."""
@@ -228,7 +229,7 @@ class LocalFiles(ReadableFiles):
         path = paths.manifest(generation)
         pin = Pin(self.open(path), self.root / path)
         try:
-            self._pinned = generation, pin
+            self._pinned = generation, weakref.ref(pin)
             return pin.read(max_bytes), pin
         except BaseException:
             pin.close()
@@ -287,9 +288,9 @@ class LocalFiles(ReadableFiles):
         try:
             return self.map_path(entry.path, entry.size)
         except FileNotFoundError:
-            if self._pinned is None or not self._pinned[1].is_gone:
+            number, pin = (0, None) if self._pinned is None else (self._pinned[0], self._pinned[1]())
+            if pin is None or not pin.is_gone:
                 raise
-            number = self._pinned[0]
         where = f"{self.prefix}{paths.manifest(number)}"
         raise CorruptStoreError(f"{where}: generation {number} is gone; open the store again")
 

@@ -155,7 +155,7 @@ def test_rows_by_position_are_as_many_as_the_files(tmp_path, count):
         ({"train_0": 2, "train_1": 3}, {"train": 5}, None),
         ({"train_0": 2, "train_1": 3}, {"train": 6}, "6 rows belong to 5 traces"),
         ({"train_0": 2}, {"train": 6}, "6 rows belong to 2 traces"),
-        ({"train_0": 2, "test_1": 3}, {"train": 2, "test": 3}, "run on over all chunks, found several files"),
+        ({"train_0": 2, "test_1": 3}, {"train": 2, "test": 3}, "found chunk 1, expected 0"),
     ],
 )
 def test_rows_that_run_on_over_chunks(tmp_path, sizes, rows, words):
