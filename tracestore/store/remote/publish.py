@@ -15,7 +15,6 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.io import fsio
 from tracestore.store.io.files import ReadableFiles, RemoteURL, is_same_location
 from tracestore.store.io.local_folders import local_dir
-from tracestore.store.io.ownership import require_no_loss
 from tracestore.store.io.writing_folder import CommitTarget, WritingFolder, remove_abandoned
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.remote.remote_files import RemoteFiles, cache_of_environment
@@ -66,8 +65,6 @@ class RemoteTarget(CommitTarget):
             raise UsageError(f"{self.location}: holds other objects and is not a store")
         if numbers and not self._exist_ok and not self._overwrite:
             raise UsageError(f"{self.location}: the store exists (append=True adds traces, overwrite=True replaces it)")
-        if not self._overwrite and (not numbers or numbers[0] not in self._roots):
-            require_no_loss(self._files)
         with fsio.map_os_errors(self.path):
             fsio.makedirs(self.path)
             remove_abandoned(self.path)
