@@ -328,6 +328,7 @@ def test_traces_of_several_lengths_may_end_with_an_id_twice(tmp_path, folder, is
     write_pickle(folder / "a.pkl", traces) if is_list else None
 
     convert(folder, tmp_path / "s.zarr")
+    assert [trace.num_tokens for trace in tracestore.open(tmp_path / "s.zarr")] == [5, 6, 7]
 
 
 @pytest.mark.parametrize(

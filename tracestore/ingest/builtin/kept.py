@@ -21,9 +21,8 @@ from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
 from tracestore.store.read.generation import open_generation
 
 _BUILTIN = ""  # stands for the digest of a layout that is built in
-Readers = dict[
-    str, dict[str, str]
-]  # by the path of a source and the digest of its files, the layout that read them last
+# By the path of a source and the digest of its files, the layout that read them last.
+Readers = dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
